@@ -1,0 +1,1 @@
+"""From text to batches: sources (documents), tokenizer (ids), prepare (files), loader (windows)."""
