@@ -1,0 +1,250 @@
+"""Checkpoints: plain data in one folder per save, written whole or not at all, read without running anything.
+
+    <out_dir>/checkpoints/step-000500/model.safetensors   the weights, clean names, a tied table once
+                                      config.json         the model's fields, step, losses, the run's config
+                                      tokenizer.json      the tokenizer
+                                      manifest.json       format version, size and SHA-256 of each file above
+
+A save goes into a hidden folder beside its place, is flushed to disk, and is then renamed: a kill at any
+moment leaves the previous checkpoint as it was.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import GPT, GPTConfig, estimate_n_params, rope_tables
+
+FORMAT_VERSION = 1
+FILES = ("model.safetensors", "config.json", "tokenizer.json")
+MANIFEST = "manifest.json"
+MAX_SIZE = 2**20  # the largest layer count, width, context, ... that a file may ask for
+
+
+@dataclass
+class Checkpoint:
+    """A loaded checkpoint: model in eval mode, tokenizer as plain data, and what config.json tells."""
+
+    path: Path
+    model: GPT
+    tokenizer: dict[str, Any]
+    info: dict[str, Any]  # "step", "val" (losses), "run" (the run's resolved config), ...
+
+
+def clean_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The names of the plain model, whatever torch.compile or DDP put in front."""
+
+    def clean(name: str) -> str:
+        return name.replace("_orig_mod.", "").removeprefix("module.")
+
+    return {clean(name): tensor for name, tensor in state.items()}
+
+
+def save_checkpoint(
+    out_dir: Path,
+    step: int,
+    model: torch.nn.Module,
+    tokenizer: dict[str, Any],
+    info: dict[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write the checkpoint of `step`, keep the newest `keep` of this run, and return its folder.
+
+    Errors: OSError where the disk is full or may not be written; the checkpoints that were there stay.
+    """
+    root = out_dir / "checkpoints"
+    place, draft = root / f"step-{step:06d}", root / f".step-{step:06d}.{os.getpid()}"
+    if place.exists():
+        return place
+    root.mkdir(parents=True, exist_ok=True)
+    for litter in root.glob(".step-*"):  # of a save that was killed
+        shutil.rmtree(litter, ignore_errors=True)
+    try:
+        draft.mkdir()
+        plain: Any = getattr(model, "module", getattr(model, "_orig_mod", model))
+        config: GPTConfig = plain.config
+        state = clean_state_dict(model.state_dict())
+        if config.tie_weights:
+            state.pop("lm_head.weight")
+        try:
+            save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, draft / FILES[0])
+        except SafetensorError as error:  # it wraps the system's errors, a full disk among them
+            raise OSError(f"{draft / FILES[0]}: cannot be written ({error})") from None
+        _write_json(draft / FILES[1], {"model": asdict(config), "step": step, **info})
+        _write_json(draft / FILES[2], tokenizer)
+        files = {name: _fingerprint(draft / name) for name in FILES}
+        _write_json(draft / MANIFEST, {"format": "headcount", "version": FORMAT_VERSION, "files": files})
+        for path in draft.iterdir():
+            _flush(path)
+        os.replace(draft, place)
+        _flush(root)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    for old in list_checkpoints(out_dir)[:-keep]:
+        # out of sight at once, so that a kill meanwhile leaves litter and not half a checkpoint
+        shutil.rmtree(old.rename(root / f".{old.name}"))
+    return place
+
+
+def list_checkpoints(out_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [path.parent for path in (out_dir / "checkpoints").glob(f"step-*/{MANIFEST}")]
+    ours = [place for place in found if place.name[5:].isdecimal()]  # not a copy that someone put aside
+    return sorted(ours, key=lambda place: int(place.name[5:]))
+
+
+def newest_run(root: Path = Path("out")) -> Path:
+    """The run folder under `root` whose checkpoint was written last. ValueError where there is none."""
+    newest = max(
+        root.glob(f"**/checkpoints/step-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime_ns, default=None
+    )
+    if newest is None:
+        raise ValueError(
+            f"no run to sample from in {root}/: train one first, with: python train.py config/small.py"
+        )
+    return newest.parents[2]
+
+
+def load_checkpoint(
+    path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Checkpoint:
+    """Load a run folder's newest checkpoint, or a checkpoint folder, on `device` with weights in `dtype`.
+
+    Errors: ValueError in one line for a file that is missing, truncated, damaged or not ours. No code from a
+    file runs.
+    """
+    place = path
+    if not (path / MANIFEST).is_file():
+        saved = list_checkpoints(path)
+        if not saved:
+            hint = "nothing was saved there" if path.is_dir() else "there is no such folder"
+            if (path / "ckpt.pt").exists():
+                hint = "it has a nanoGPT file, ckpt.pt, not ours"
+            raise ValueError(f"no checkpoint in {path}: {hint}")
+        place = saved[-1]
+    _verify(place)
+    info, tokenizer = _read_json(place / FILES[1]), _read_json(place / FILES[2])
+    config = _model_config(place, info.pop("model", None))
+    # the file's own table of contents must agree with the config before anything is allocated
+    n_params = estimate_n_params(config)["total"]
+    try:
+        with safe_open(place / FILES[0], framework="pt", device=str(device)) as f:
+            names = list(f.keys())
+            found = sum(_numel(f.get_slice(name).get_shape()) for name in names)
+            if found != n_params:
+                raise ValueError(
+                    f"{place}: config.json describes {n_params:,} parameters, model.safetensors has {found:,}"
+                )
+            with torch.device("meta"):  # shapes only, since every value comes from the file
+                model = GPT(config)
+            state = clean_state_dict({name: f.get_tensor(name).to(dtype) for name in names})
+    except SafetensorError as error:
+        raise ValueError(f"{place / FILES[0]}: not a readable safetensors file ({error})") from None
+    if config.tie_weights:
+        state["lm_head.weight"] = state.get("transformer.wte.weight", torch.empty(0))
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())[:300]
+        raise ValueError(f"{place}: weights and config.json do not match: {detail}") from None
+    if config.tie_weights:
+        model.lm_head.weight = model.transformer["wte"].weight
+    if config.position == "rope":
+        model.rope_cos, model.rope_sin = (table.to(device) for table in rope_tables(config))
+    return Checkpoint(place, model.eval(), tokenizer, info)
+
+
+def _model_config(place: Path, stored: Any) -> GPTConfig:
+    """The architecture as the file tells it; files from before a field existed mean GPT-2's way."""
+    known = {f.name for f in fields(GPTConfig)}
+    if not isinstance(stored, dict) or not stored.keys() <= known:
+        extra = sorted(stored.keys() - known) if isinstance(stored, dict) else "no model"
+        raise ValueError(f"{place / FILES[1]}: not a model that this version knows ({extra})")
+    try:
+        for name, kind in get_type_hints(GPTConfig).items():
+            if name in stored:
+                _check_type(name, stored[name], kind)
+        if stored.get("vocab_size") is None:
+            raise ValueError("vocab_size is missing")
+        return GPTConfig(**{"attention": "mha", "norm": "pre", **stored})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place / FILES[1]}: {error}") from None
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Refuse what a dataclass would take unseen: 2.5 layers, "4" heads, or a width that no memory holds."""
+    if get_origin(kind) is Literal:
+        return  # GPTConfig compares these with the names it knows
+    kinds = get_args(kind) or (kind,)
+    if type(value) not in kinds and not (float in kinds and type(value) is int):
+        expected = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+        raise ValueError(f"{name}={json.dumps(value)[:40]}: must be {expected}")
+    if int in kinds and value is not None and value > MAX_SIZE:
+        raise ValueError(f"{name}={value}: more than {MAX_SIZE:,}, which no model of this program has")
+
+
+def _verify(place: Path) -> None:
+    """Size and SHA-256 of each file against the manifest."""
+    manifest = _read_json(place / MANIFEST)
+    if manifest.get("format") != "headcount":
+        raise ValueError(f"{place}: not a checkpoint of this project")
+    version = manifest.get("version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{place}: format version {version!r}, this program reads {FORMAT_VERSION}; update it"
+        )
+    files = manifest.get("files")
+    for name in FILES:
+        file, entry = place / name, files.get(name) if isinstance(files, dict) else None
+        if not file.is_file():
+            raise ValueError(f"{file}: missing, the checkpoint is incomplete")
+        if entry != _fingerprint(file):
+            raise ValueError(
+                f"{file}: truncated or damaged, it does not match {MANIFEST}; "
+                "give another checkpoint folder of the run with --out_dir"
+            )
+
+
+def _numel(shape: list[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _fingerprint(path: Path) -> dict[str, int | str]:
+    with open(path, "rb") as f:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
+
+
+def _flush(path: Path) -> None:
+    """Push a file, or a folder's entries, to the disk itself (folders can't be opened on Windows)."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
