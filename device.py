@@ -1,0 +1,105 @@
+"""What the machine can do: device, number format, clock, memory. Decided after all options are read."""
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+MIN_TORCH = (2, 13)  # torch.nn.functional.linear_cross_entropy arrived here; Muon in 2.9
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_torch(version: str | None = None) -> None:
+    """Refuse a PyTorch that is too old (ValueError), with the version found and the one needed."""
+    found = version or torch.__version__
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < MIN_TORCH:  # 2.13.0+cpu, 2.13rc1
+        needed = ".".join(map(str, MIN_TORCH))
+        raise ValueError(
+            f"PyTorch {found} is too old: {needed} or newer is needed; pip install -r requirements.txt"
+        )
+
+
+def pick_device(want: str) -> torch.device:
+    """The device for "auto" (the first of cuda, mps, cpu), "cpu", "cuda" or "mps". ValueError if absent."""
+    has: dict[str, Callable[[], bool]] = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "cpu": lambda: True,
+    }
+    if want == "auto":
+        return torch.device(next(name for name, available in has.items() if available()))
+    if not has[want]():
+        raise ValueError(f"--device={want}: PyTorch finds no such device here; use --device=auto or cpu")
+    return torch.device(want)
+
+
+def pick_dtype(want: str, device: torch.device) -> torch.dtype:
+    """The number format for matrix products: "auto", "float32", "bfloat16" or "float16".
+
+    auto: bfloat16 on a GPU that has it, float16 on one that doesn't, float32 on mps and cpu. On most
+    processors bfloat16 is emulated and several times slower, so there it is used only on request. Errors:
+    ValueError for float16 on a CPU, which has no fast kernels for it.
+    """
+    if want == "float16" and device.type == "cpu":
+        raise ValueError(
+            "--dtype=float16 needs a GPU: on --device=cpu use float32, or bfloat16 if the processor has it"
+        )
+    if want != "auto":
+        return DTYPES[want]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Matrix products in `dtype`, weights and reductions in float32; nothing to do for float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock read next tells the truth."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes held so far: by tensors on a GPU, by the whole process on a CPU (0 where unknown)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:
+        import resource  # absent on Windows
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Stopwatch:
+    """Seconds of work on a device; paused, so that evaluation and saving don't count as training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Begin or go on, unless it runs already; what the device was given before does not count."""
+        if self._since is not None:
+            return
+        synchronize(self.device)
+        self._since = time.perf_counter()
+
+    def pause(self) -> float:
+        """Stop once the device is done; the seconds counted so far."""
+        if self._since is not None:
+            synchronize(self.device)
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+        return self.seconds

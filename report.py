@@ -1,0 +1,72 @@
+"""What a run tells people, from the numbers it also writes as JSON."""
+
+from typing import Any
+
+from model import GPTConfig, as_mha, estimate_n_params, kv_cache_bytes
+
+
+def lines(rows: dict[str, str]) -> str:
+    """A label and a text per line."""
+    return "\n".join(f"{label:10} {text}" for label, text in rows.items())
+
+
+def mebibytes(n: float) -> str:
+    """A number of bytes, for people."""
+    return f"{n / 2**20:,.2f} MiB" if n >= 2**20 else f"{n / 2**10:,.1f} KiB"
+
+
+def describe_model(m: GPTConfig) -> dict[str, str]:
+    """The model's size, its heads, and what its keys and values will take beside MHA's."""
+    n = estimate_n_params(m)
+    cache, mha = (kv_cache_bytes(shape, m.block_size) for shape in (m, as_mha(m)))
+    return {
+        "model": f"{n['total']:,} parameters: attention {n['attention']:,}, feed-forward "
+        f"{n['feed_forward']:,}, embedding {n['embedding']:,}",
+        "": f"{m.n_layer} {m.norm}-norm blocks, width {m.n_embd}, {m.position} positions, "
+        f"context {m.block_size} tokens",
+        "attention": f"{m.attention}: {m.n_head} query heads of {m.head_dim} on {m.n_kv_head} KV heads",
+        "KV cache": f"{kv_cache_bytes(m, 1):,} bytes per token, {mebibytes(cache)} at full context in "
+        f"float32; mha would need {mebibytes(mha)}, {mha / cache:.1f}x",
+    }
+
+
+def training_summary(s: dict[str, Any], untimed_steps: int) -> str:
+    """What came out of training; `s` is summary.json."""
+    speed = "too few steps to tell tokens/s"
+    if s["tokens_per_sec"]:
+        speed = f"{s['tokens_per_sec']:,.0f} tokens/s"
+    loss = "not evaluated"
+    if s["val_loss"] is not None:
+        loss = f"{s['val_loss']:.4f} nats per token, {s['val_bits_per_byte']:.4f} bits per byte, perplexity "
+        loss += f"{s['val_perplexity']:,.2f}"
+    rows = {
+        "trained": f"{s['steps']:,} steps, {s['tokens_seen']:,} tokens in {s['train_seconds']:.1f} s, "
+        f"{speed} (without evaluation, saving and the first {untimed_steps} steps)",
+        "validation": loss,
+        "memory": f"{mebibytes(s['peak_memory_bytes'])} at the peak",
+        "KV cache": f"{s['kv_cache_bytes_per_token']:,} bytes per token for {s['attention']}, "
+        f"{mebibytes(s['kv_cache_bytes_full_context'])} at full context in float32; mha: "
+        f"{mebibytes(s['kv_cache_bytes_full_context_mha'])}",
+        "saved": s["checkpoint"],
+    }
+    return lines(rows)
+
+
+def sampling_summary(r: dict[str, Any]) -> str:
+    """Speed and cache of one call of sample.py; `r` is its report."""
+
+    def rate(x: float | None) -> str:
+        return f"{x:,.0f}" if x else "-"
+
+    used = f"{r['kv_cache_bytes_allocated']:,} bytes allocated, {r['kv_cache_bytes_used']:,} used, "
+    refilled = f", context refilled {r['refills']} times" if r["refills"] else ""
+    first = f"first token after {1e3 * r['time_to_first_token_seconds']:.1f} ms"
+    rows = {
+        "prefill": f"{r['prompt_tokens']:,} tokens, {rate(r['prefill_tokens_per_sec'])} tokens/s, {first}",
+        "decode": f"{r['new_tokens']:,} tokens, {rate(r['decode_tokens_per_sec'])} tokens/s, "
+        f"{rate(r['decode_tokens_per_sec_per_sequence'])} per sequence, {r['num_samples']} at once{refilled}",
+        "KV cache": f"{used if r['kv_cache'] else 'off; '}{r['kv_cache_bytes_formula']:,} by formula for "
+        f"{r['attention']} on {r['n_kv_head']} KV heads; mha on {r['n_head']}: {r['kv_cache_bytes_mha']:,}",
+        "machine": f"{r['device']}, {r['dtype']}, {r['threads']} threads",
+    }
+    return lines(rows)
