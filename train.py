@@ -1,0 +1,368 @@
+"""Train a GPT: python train.py config/small.py --attention=gqa
+
+The whole loop is in `train`, in sight. What a run needs is made first (data, model, optimizer), then told,
+then used. Everything lands in `out_dir`: checkpoints, metrics.jsonl, config.json, summary.json.
+"""
+
+import math
+import os
+import re
+import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import config as configuration
+import model as gpt
+import report
+from checkpoint import save_checkpoint
+from data.loader import TokenFile, batch_starts, check_fits, eval_batches, get_batch, open_tokens
+from data.prepare import prepare
+from device import Stopwatch, autocast, check_torch, peak_memory_bytes, pick_device, pick_dtype
+from optim import make_optimizers, schedule
+from tracking import Tracker
+
+UNTIMED_STEPS = 3  # left out by the clock: the first steps fill caches and start threads
+
+
+@dataclass
+class TrainConfig:
+    """One training run."""
+
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+
+    # data
+    dataset: str = "python"  # python (its standard library), a text file or folder, or hub:owner/name
+    text_column: str = "text"  # the column that holds the text, where the data has columns
+    tokenizer: Literal["char", "bpe", "gpt2"] = "bpe"  # one id per character, trained byte pairs, or GPT-2's
+    bpe_size: int = 1024  # ids of the bpe tokenizer; 256 means bytes
+    val_fraction: float = 0.1  # share of the text that is only evaluated on
+
+    # steps
+    batch_size: int = 32  # sequences per step, over all micro-batches
+    micro_batch_size: int | None = None  # sequences per forward pass; none takes batch_size
+    max_iters: int = 1000  # steps
+    seed: int = 0  # of the initial weights, the order of the data and dropout; each has its own generator
+
+    # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # for the matrices of the blocks; the rest has adamw
+    learning_rate: float = 1e-3  # adamw's peak
+    muon_lr: float = 0.02  # muon's peak
+    schedule: Literal["cosine", "linear"] = "cosine"  # how it falls from the peak; linear stays there first
+    warmup: float = 0.05  # share of the steps in which it rises
+    lr_floor: float = 0.1  # where it ends, as a share of the peak
+    lr_decay: float = 0.5  # share of the steps after warm-up in which linear falls
+    weight_decay: float = 0.1  # for matrices; norms and biases have none
+    beta1: float = 0.9  # adamw's memory of the gradient
+    beta2: float = 0.99  # adamw's memory of its square
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 is off
+
+    # looking and keeping
+    eval_interval: int = 250  # steps between evaluations; 0 evaluates at the end only
+    eval_windows: int | None = 100  # windows of the validation split per evaluation; none is all of it
+    final_eval_windows: int | None = None  # the same after the last step
+    log_interval: int = 10  # steps between rows in metrics.jsonl
+    save_interval: int = 0  # steps between checkpoints; 0 saves at the end only
+    out_dir: str | None = None  # none takes out/<preset>, and what the flags change of the model
+
+    # machine
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of products; the weights are float32
+    compile: bool = False  # torch.compile the model
+    sdpa: Literal["auto", "math"] = "auto"  # math: the plain attention kernel, to rule out a fast one
+
+    def __post_init__(self) -> None:
+        def check(names: str, fits: Any, must: str) -> None:
+            for name in names.split():
+                if (value := getattr(self, name)) is not None and not fits(value):
+                    raise ValueError(f"{name}={value}: must be {must}")
+
+        check("batch_size max_iters log_interval", lambda x: x >= 1, "at least 1")
+        check("bpe_size", lambda x: x >= 256, "at least 256, the number of bytes")
+        check("micro_batch_size eval_windows final_eval_windows", lambda x: x >= 1, "at least 1, or none")
+        check("seed eval_interval save_interval weight_decay grad_clip", lambda x: x >= 0, "0 or more")
+        check("learning_rate muon_lr", lambda x: x > 0, "above 0")
+        check("beta1 beta2 warmup", lambda x: 0 <= x < 1, "at least 0 and below 1")
+        check("lr_floor lr_decay", lambda x: 0 <= x <= 1, "between 0 and 1")
+        check("val_fraction", lambda x: 0 < x < 1, "between 0 and 1")
+        if self.batch_size % (micro := self.micro_batch_size or 1):
+            divisors = (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={micro}: "
+                f"use micro_batch_size={min(divisors, key=lambda n: abs(n - micro))}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step learns from."""
+        return self.batch_size * self.model.block_size
+
+
+def default_out_dir(parsed: configuration.Parsed[TrainConfig]) -> Path:
+    """out/<preset>, plus each flag that makes it another model or other data: out/small-mqa."""
+    name = parsed.presets[-1].stem if parsed.presets else "default"
+    words = ("attention", "norm", "position", "tokenizer")
+    others = ("text_column", "bpe_size", "val_fraction", "optimizer", "seed")
+    for key, value in parsed.explicit.items():
+        if key == "dataset":
+            name += f"-{Path(str(value).rpartition(':')[2]).stem or 'data'}"
+        elif key in words or key in asdict(parsed.config.model) or key in others:
+            name += f"-{value}" if key in words else f"-{key}_{value}"
+    return Path("out", name.replace("/", "-"))
+
+
+def make_room(out_dir: Path) -> None:
+    """Move an earlier run in `out_dir` to `<out_dir>~1`, `~2`, ...: no run writes into another."""
+    if any((out_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        n = 1
+        while (kept := out_dir.with_name(f"{out_dir.name}~{n}")).exists():
+            n += 1
+        out_dir.rename(kept)
+        print(f"an earlier run was in {out_dir}: it is now in {kept}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+
+
+class Interrupted:
+    """SIGINT and SIGTERM ask for an end after the current step; a second one ends at once."""
+
+    def __enter__(self) -> "Interrupted":
+        self.signal = 0
+
+        def handle(number: int, frame: Any) -> None:
+            if self.signal:
+                os._exit(128 + number)
+            self.signal = number
+
+        self._before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: torch.nn.Module, tokens: TokenFile, token_bytes: torch.Tensor, block_size: int,
+    n_windows: int | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Loss on fixed windows of a split: {"loss": nats per token, "bits_per_byte", "perplexity"}.
+
+    Deterministic: the same windows each time, no dropout, no random draw. `token_bytes`: (V,) bytes per
+    token.
+    """
+    was_training = model.training
+    model.eval()
+    nats, n_tokens, n_bytes = 0.0, 0, 0
+    for x, y in eval_batches(tokens, block_size, n_windows, batch_size=max(1, 4096 // block_size)):
+        with autocast(device, dtype):
+            _, mean = model(x.to(device), y.to(device), logits_for="none")
+        nats += mean.item() * y.numel()
+        n_tokens += y.numel()
+        n_bytes += int(token_bytes[y].sum())
+    model.train(was_training)
+    loss, bits_per_byte = nats / n_tokens, nats / math.log(2) / max(1, n_bytes)
+    return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": math.exp(min(loss, 700))}
+
+
+def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
+    """Train one model and return its summary, which is also in `out_dir`/summary.json.
+
+    Errors: ValueError for data, sizes or numbers that can't work; OSError where `out_dir` can't be written.
+    """
+    check_torch()
+    device = pick_device(c.device)
+    dtype = pick_dtype(c.dtype, device)
+    machine = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    torch.set_float32_matmul_precision("high")  # TF32 where there is any
+
+    prepared = prepare(
+        c.dataset, c.tokenizer, c.bpe_size, text_column=c.text_column, val_fraction=c.val_fraction
+    )
+    tokenizer = prepared.tokenizer
+    token_bytes = torch.from_numpy(tokenizer.token_bytes())
+    c.model.vocab_size = c.model.vocab_size or tokenizer.vocab_size
+    if c.model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"vocab_size={c.model.vocab_size}: the tokenizer has {tokenizer.vocab_size} ids; leave it out"
+        )
+    train_tokens = open_tokens(prepared.train, c.model.vocab_size)
+    val_tokens = open_tokens(prepared.val, c.model.vocab_size)
+    check_fits(train_tokens, c.model.block_size, "train")
+    check_fits(val_tokens, c.model.block_size, "val")
+
+    network = gpt.GPT(c.model, torch.Generator().manual_seed(c.seed)).to(device)
+    model: Any = torch.compile(network) if c.compile else network
+    optimizers = make_optimizers(
+        network, c.optimizer, learning_rate=c.learning_rate, muon_lr=c.muon_lr, weight_decay=c.weight_decay,
+        betas=(c.beta1, c.beta2)
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    n_micro, seen = c.batch_size // (c.micro_batch_size or c.batch_size), c.max_iters * c.tokens_per_step
+    plan = {
+        "data": f"{prepared.meta['source']}: {train_tokens.n_tokens:,} tokens to learn from, "
+        f"{val_tokens.n_tokens:,} held back, in {prepared.folder}",
+        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, "
+        f"{train_tokens.header['n_bytes'] / train_tokens.n_tokens:.2f} bytes per token",
+        **report.describe_model(c.model),
+        "step": f"{c.tokens_per_step:,} tokens = {c.batch_size // n_micro} sequences x {n_micro} "
+        f"micro-batches x {c.model.block_size} tokens; {c.optimizer}",
+        "run": f"{c.max_iters:,} steps, {seen:,} tokens, {seen / train_tokens.n_tokens:.1f} times through "
+        "the data",
+        "machine": f"{device}, products in {machine['dtype']}, {torch.get_num_threads()} "
+        f"threads, compile {'on' if c.compile else 'off'}",
+        "folder": f"{out_dir}",
+    }
+    print(report.lines(plan), flush=True)
+    make_room(out_dir)
+    tracker = Tracker(out_dir, configuration.flatten(c))
+
+    clock, window = Stopwatch(device), (0, 0.0)  # timed steps and seconds at the last row of the log
+    bad_step = torch.full((), -1, device=device)  # first step that was not finite; read when the log is due
+    step, val, last = 0, dict[str, float](), False
+
+    def not_finite(step: int, what: str) -> ValueError:
+        return ValueError(
+            f"step {step}: {what} is not finite, so training stopped and did not save; earlier checkpoints "
+            f"in {out_dir} are as they were. Lower the learning rate, or look at the data"
+        )
+
+    def look(n_windows: int | None) -> dict[str, float]:
+        found = evaluate(model, val_tokens, token_bytes, c.model.block_size, n_windows, device, dtype)
+        if not math.isfinite(found["loss"]):
+            raise not_finite(step, "validation loss")
+        row = {f"val/{name}": x for name, x in found.items()}
+        tracker.log(step, {"tokens": step * c.tokens_per_step, **row})
+        return found
+
+    def save() -> Path:
+        about = {"val": val, "run": configuration.flatten(c), **machine}
+        return save_checkpoint(out_dir, step, network, tokenizer.to_dict(), about)
+
+    with (
+        Interrupted() as interrupted,
+        sdpa_kernel(SDPBackend.MATH) if c.sdpa == "math" else nullcontext(),
+        tqdm(total=c.max_iters, unit="step", mininterval=0.5 if sys.stderr.isatty() else 15) as bar,
+    ):
+        while not last:
+            lr_share = schedule(
+                step, n_steps=c.max_iters, warmup=round(c.warmup * c.max_iters), kind=c.schedule,
+                floor=c.lr_floor, decay_share=c.lr_decay
+            )
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group["peak_lr"] * lr_share
+            # batch and dropout depend on (seed, step) alone: every variant sees the same batches
+            starts = batch_starts(train_tokens.n_tokens, c.model.block_size, c.seed, step, c.batch_size)
+            torch.manual_seed((c.seed * 1_000_003 + step) % 2**32)  # 32 bits: the CPU reads no more
+            loss = torch.zeros((), device=device)
+            for rows in starts.reshape(n_micro, -1):
+                x, y = get_batch(train_tokens, rows, c.model.block_size)
+                with autocast(device, dtype):
+                    _, micro_loss = model(x.to(device), y.to(device), logits_for="none")
+                scaler.scale(micro_loss / n_micro).backward()
+                loss += micro_loss.detach() / n_micro
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            grad_norm = torch.nn.utils.clip_grad_norm_(network.parameters(), c.grad_clip or math.inf)
+            finite = torch.isfinite(loss) & (torch.isfinite(grad_norm) | scaler.is_enabled())
+            bad_step = torch.where(finite | (bad_step >= 0), bad_step, step + 1)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad(set_to_none=True)
+            scaler.update()
+            step += 1
+            bar.update()
+
+            last = step == c.max_iters or bool(interrupted.signal)
+            log_due, eval_due, save_due = (
+                bool(interval) and step % interval == 0
+                for interval in (c.log_interval, c.eval_interval, c.save_interval)
+            )
+            if log_due or eval_due or save_due or last:
+                seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
+                if bad_step >= 0:
+                    raise not_finite(int(bad_step), "loss or gradient")
+                row = {
+                    "tokens": step * c.tokens_per_step,
+                    "train/loss": loss.item(),
+                    "train/grad_norm": grad_norm.item(),
+                    "train/lr": c.learning_rate * lr_share,
+                    "perf/peak_memory_bytes": peak_memory_bytes(device),
+                }
+                if timed > window[0]:  # the clock ran since the last row
+                    row["perf/step_ms"] = 1e3 * (seconds - window[1]) / (timed - window[0])
+                    row["perf/tokens_per_sec"] = 1e3 * c.tokens_per_step / row["perf/step_ms"]
+                window = (timed, seconds)
+                tracker.log(step, row)
+                bar.set_postfix_str(
+                    f"loss {row['train/loss']:.3f}, grad norm {row['train/grad_norm']:.2f}"
+                    + (f", {row['perf/tokens_per_sec']:,.0f} tokens/s" if "perf/step_ms" in row else ""),
+                    refresh=False
+                )
+                if eval_due and not last:
+                    val = look(c.eval_windows)
+                    bar.write(
+                        f"step {step:,}: loss {loss.item():.3f}, validation loss {val['loss']:.3f} nats per "
+                        f"token, {val['bits_per_byte']:.3f} bits per byte"
+                    )
+                if save_due and not last:
+                    save()
+            if step >= UNTIMED_STEPS:
+                clock.start()
+        # still where a signal is held back: what was learned is not lost to an impatient Ctrl-C
+        seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
+        if not interrupted.signal:
+            val = look(c.final_eval_windows)
+        checkpoint = save()
+    summary = {
+        **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
+        "n_params": gpt.estimate_n_params(c.model)["total"],
+        "steps": step,
+        "tokens_seen": step * c.tokens_per_step,
+        "train_seconds": seconds,
+        "tokens_per_sec": timed * c.tokens_per_step / seconds if timed else None,
+        **{f"val_{name}": val.get(name) for name in ("loss", "bits_per_byte", "perplexity")},
+        "peak_memory_bytes": peak_memory_bytes(device),
+        "kv_cache_bytes_per_token": gpt.kv_cache_bytes(c.model, 1),
+        "kv_cache_bytes_full_context": gpt.kv_cache_bytes(c.model, c.model.block_size),
+        "kv_cache_bytes_full_context_mha": gpt.kv_cache_bytes(gpt.as_mha(c.model), c.model.block_size),
+        **machine,
+        "seed": c.seed,
+        "checkpoint": str(checkpoint),
+        "signal": interrupted.signal,
+    }
+    tracker.finish(summary)
+    return summary
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Read the options, train, report; exit code 128 + signal where one ended the run."""
+    about = "Train a GPT. Presets are files: python train.py config/small.py"
+    parsed = configuration.parse(argv, TrainConfig, prog="train.py", description=about)
+    c = parsed.config
+    out_dir = Path(c.out_dir) if c.out_dir else default_out_dir(parsed)
+    try:
+        summary = train(c, out_dir)
+    except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors
+        if isinstance(error, RuntimeError) and not re.search("out of memory|tried to allocate", str(error)):
+            raise
+        raise ValueError(
+            f"out of memory with batch_size={c.batch_size}, micro_batch_size={c.micro_batch_size}, "
+            f"block_size={c.model.block_size}, dtype={c.dtype}: lower micro_batch_size first, which leaves "
+            "the result as it is; then block_size, or the model's size"
+        ) from error
+    print(report.training_summary(summary, UNTIMED_STEPS))
+    print(f"next       python sample.py --out_dir={out_dir} --prompt=...")
+    if summary["signal"]:
+        sys.exit(128 + summary["signal"])
+    return summary
+
+
+if __name__ == "__main__":
+    configuration.run_main(main, "train.py")
