@@ -1,9 +1,15 @@
-# A GPT that learns Python on a laptop, no GPU, in minutes.
+# A GPT that learns Python from Python's own library, on a laptop without a GPU.
 n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 128
+position = "rope"
+qk_norm = True
 
-batch_size = 32
-max_iters = 1500
-learning_rate = 3e-3
+batch_size = 16
+max_iters = 850
+optimizer = "muon"
+learning_rate = 1e-2
+muon_lr = 0.02
+schedule = "linear"
+lr_floor = 0.0
