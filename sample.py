@@ -61,7 +61,7 @@ class SampleConfig:
     out_dir: str | None = None  # the run, or one of its checkpoints; none takes the newest run under out/
 
     num_samples: int = 1  # texts to draw, in one batch
-    max_new_tokens: int = 200  # tokens to add to the prompt, at most
+    max_new_tokens: int | None = None  # tokens to add at most; none takes 200, or what the context has left
     stop: str | None = None  # end a text before this string; a run's own end-of-text id always ends it
     context_end: Literal["error", "stop", "refill"] = "error"  # refuse, stop, or go on from the last half
     seed: int = 0  # sample i depends on (seed, i) alone
@@ -77,7 +77,7 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ValueError(f"num_samples={self.num_samples}: must be at least 1")
-        if self.max_new_tokens < 0:
+        if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must not be negative")
         if self.stop == "":
             raise ValueError("stop='': an empty string would end every text at once; leave it out")
@@ -417,6 +417,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         )
     prompt = read_prompt(c)
     ids = tokenizer.encode(prompt or EOT, allow_eot=c.allow_special or not prompt)
+    if c.max_new_tokens is None:
+        room = loaded.model.config.block_size - len(ids)
+        c.max_new_tokens = 200 if c.context_end == "refill" else max(1, min(200, room))
     fit_context(ids, c.max_new_tokens, loaded.model.config.block_size, c.context_end)  # refused before a word
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a character shows ?, the report all

@@ -2,12 +2,12 @@
 n_layer = 4
 n_head = 4
 n_embd = 128
-block_size = 128
+block_size = 256
 position = "rope"
 qk_norm = True
 
-batch_size = 16
-max_iters = 850
+batch_size = 8
+max_iters = 700
 optimizer = "muon"
 learning_rate = 1e-2
 muon_lr = 0.02
