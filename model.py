@@ -326,6 +326,11 @@ class GPT(nn.Module):
             self.transformer["wte"].weight = self.lm_head.weight
         self._init_weights(generator)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the weights, and of a cache unless it is told otherwise."""
+        return self.transformer["wte"].weight.dtype
+
     @torch.no_grad()
     def _init_weights(self, generator: torch.Generator | None) -> None:
         """GPT-2's: N(0, 0.02), and narrower where 2 * n_layer results add up in the residual stream."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ROOMS = {"model", "checkpoint", "config", "data", "device", "optim", "report", "tracking"}
+ROOMS = {"model", "checkpoint", "config", "data", "device", "generation", "optim", "report", "tracking"}
 DOORS = {"train", "sample", "compare", "heads", "convert"}
 # what each may import of ours; a new file needs a line here, and a reason that a reader would accept
 OURS = {
@@ -21,6 +21,7 @@ OURS = {
     "checkpoint": {"model"},
     "optim": {"model"},
     "report": {"model"},
+    "generation": {"model", "data", "device"},
     "train": ROOMS,
     "sample": ROOMS,
     "compare": ROOMS | {"train", "sample"},
@@ -34,6 +35,7 @@ OTHERS = {
     "checkpoint": ({"torch", "safetensors"}, set()),
     "optim": ({"torch"}, set()),
     "report": (set(), set()),
+    "generation": ({"torch", "numpy"}, set()),
     "tracking": (set(), {"wandb"}),
     "config": (set(), {"tyro"}),
     "data": ({"numpy"}, {"torch", "tiktoken", "datasets", "rustbpe", "tqdm", "huggingface_hub", "requests"}),

@@ -20,12 +20,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import config as configuration
+import generation
 import sample
 import train
 from checkpoint import load_checkpoint, save_checkpoint
 from data.tokenizer import EOT, Tokenizer, bpe_tokenizer, char_tokenizer
+from generation import Sampling, TextStream, choose, fit_context, uniform_numbers
 from model import GPT, GPTConfig, as_mha, kv_cache_bytes
-from sample import SampleConfig, Sampling, TextStream, choose, fit_context, generate, uniform_numbers
+from sample import SampleConfig
+
+
+def generate(model: GPT, tokenizer: Tokenizer, prompt: list[int], num_samples: int = 1, **options):
+    """One prompt, several samples."""
+    return generation.generate(model, tokenizer, [prompt] * num_samples, **options)
+
 
 TOKENIZER = char_tokenizer("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"[:60])
 PROMPT = TOKENIZER.encode("AbcdEfghij")  # 10 tokens
@@ -507,7 +515,7 @@ def scripted(monkeypatch):
             assert torch.equal(u, uniform_numbers(0, len(ids), step + 1)[rows, step])
             return torch.tensor([ids[i][step] for i in rows])
 
-        monkeypatch.setattr(sample, "choose", scripted_choose)
+        monkeypatch.setattr(generation, "choose", scripted_choose)
 
     return set_script, asked
 
@@ -560,7 +568,7 @@ def test_the_repetition_penalty_knows_prompt_and_new_tokens_of_its_own_row(monke
         seen_at.append([row.nonzero().flatten().tolist() for row in seen])
         return choose(logits, u, s, seen)
 
-    monkeypatch.setattr(sample, "choose", spy)
+    monkeypatch.setattr(generation, "choose", spy)
     g = generate(
         untied(),
         TOKENIZER,
@@ -612,7 +620,7 @@ def test_padding_in_the_vocabulary_is_never_drawn_DAT_9(n, penalty):
 
 def test_an_id_that_does_not_exist_is_named_SMP_9(monkeypatch):
     bad = -9223372036854775808
-    monkeypatch.setattr(sample, "choose", lambda *args: torch.tensor([bad]))
+    monkeypatch.setattr(generation, "choose", lambda *args: torch.tensor([bad]))
     with pytest.raises(ValueError, match=f"token id {bad} is outside this char tokenizer's 61 ids"):
         generate(untied(), TOKENIZER, PROMPT, max_new_tokens=3)
 
@@ -683,8 +691,8 @@ def test_clocks_are_read_when_the_device_is_done_and_warm_PRF_1_PRF_2(monkeypatc
 
     model = untied()
     model.register_forward_hook(forward)
-    monkeypatch.setattr(sample, "synchronize", lambda device: events.append("sync"))
-    monkeypatch.setattr(sample, "time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(generation, "synchronize", lambda device: events.append("sync"))
+    monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=perf_counter))
     g = generate(model, TOKENIZER, PROMPT, max_new_tokens=3, seed=1)
     assert events == [
         "read 1",
