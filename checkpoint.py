@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -114,12 +115,13 @@ def newest_run(root: Path = Path("out")) -> Path:
 
 
 def load_checkpoint(
-    path: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    path: Path, device: torch.device | str = "cpu",
+    dtype: torch.dtype | Callable[[GPTConfig], torch.dtype] = torch.float32,
 ) -> Checkpoint:
     """Load a run folder's newest checkpoint, or a checkpoint folder, on `device` with weights in `dtype`.
 
-    Errors: ValueError in one line for a file that is missing, truncated, damaged or not ours. No code from a
-    file runs.
+    `dtype` may be a function that chooses it by the model's config. Errors: ValueError in one line for a file
+    that is missing, truncated, damaged or not ours. No code from a file runs.
     """
     place = path
     if not (path / MANIFEST).is_file():
@@ -143,6 +145,7 @@ def load_checkpoint(
                 raise ValueError(
                     f"{place}: config.json describes {n_params:,} parameters, model.safetensors has {found:,}"
                 )
+            dtype = dtype if isinstance(dtype, torch.dtype) else dtype(config)
             with torch.device("meta"):  # shapes only, since every value comes from the file
                 model = GPT(config)
             state = clean_state_dict({name: f.get_tensor(name).to(dtype) for name in names})

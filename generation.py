@@ -8,13 +8,14 @@ import codecs
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from device import synchronize
+from device import matrix_vector_products, synchronize
 from model import GPT, KVCache
 
 
@@ -112,8 +113,14 @@ def prefill(model: GPT, idx: Tensor, cache: KVCache | None) -> Tensor:
     return model(idx, cache=cache, logits_for="last")[0][:, 0]
 
 
-def decode(model: GPT, last: Tensor, cache: KVCache) -> Tensor:
-    """Read one more token per row, (B,), and return the scores of the one after it, (B, V)."""
+def decode(model: Any, last: Tensor, cache: KVCache) -> Tensor:
+    """Read one more token per row, (B,), and return the scores of the one after it, (B, V).
+
+    `model` may be `torch.compile(model, dynamic=True)`: one compilation then serves every length.
+    """
+    if len(last) == 1:
+        with matrix_vector_products(last.device, model.dtype):
+            return model(last[:, None], cache=cache, logits_for="last")[0][:, 0]
     return model(last[:, None], cache=cache, logits_for="last")[0][:, 0]
 
 
@@ -147,14 +154,16 @@ def generate(
     kv_cache: bool = True,
     cache_dtype: torch.dtype | None = None,
     context_end: str = "error",
+    decoder: Callable[..., Any] | None = None,
     show: Callable[[str], None] | None = None,
 ) -> Generation:
     """Continue prompts of any lengths in one batch, one row each; a row's text is what it would be alone.
 
     A prompt that all rows share is read once; its keys and values then serve all of them. A row ends at the
     end-of-text id, at `stop`, or after `max_new_tokens`, and then leaves the batch. At the end of the
-    context: see `fit_context`. `cache_dtype`: of the cache, none takes the weights'. `show` gets the first
-    row's text as it becomes certain. Errors: ValueError for a prompt that is empty or too long.
+    context: see `fit_context`. `cache_dtype`: of the cache, none takes the weights'. `decoder`: the model
+    compiled for `decode`, if any. `show` gets the first row's text as it becomes certain. Errors: ValueError
+    for a prompt that is empty or too long.
     """
     s, device, block_size = sampling or Sampling(), next(model.parameters()).device, model.config.block_size
     fitted = [fit_context(prompt, max_new_tokens, block_size, context_end) for prompt in prompts]
@@ -186,7 +195,7 @@ def generate(
         logits = prefill(model, idx, cache)
         return logits, cache if kv_cache else None
 
-    warm_up(model, device)
+    warm_up(model, decoder or model, device)
     synchronize(device)
     begin = time.perf_counter()
     logits, cache = read([0] if shared else list(range(len(sight))))
@@ -199,7 +208,7 @@ def generate(
     rows, ids = list(range(len(sight))), torch.empty(0)  # the rows still going, in the order of the batch
     for step in range(max(limit)):
         if step > 0 and cache is not None and cache.length < cache.max_len:
-            logits = decode(model, ids, cache)
+            logits = decode(decoder or model, ids, cache)
         elif step > 0:  # no cache, or no room in it: read again
             for row in rows:
                 if len(sight[row]) > block_size:  # go on from the last half, positions from 0 again
@@ -292,9 +301,12 @@ def fit_context(
     return prompt, min(max_new_tokens, room)
 
 
-def warm_up(model: GPT, device: torch.device) -> None:
-    """One short prefill and decode, their results dropped: a process's first call is slower than the rest."""
-    cache = KVCache(model.config, 1, min(2, model.config.block_size), model.dtype, device)
+def warm_up(model: GPT, decoder: Any, device: torch.device) -> None:
+    """A short prefill and two decode steps, their results dropped: first calls are the slow ones, and
+    a decoder that is to be compiled is compiled here."""
+    length = min(3, model.config.block_size)
+    cache = KVCache(model.config, 1, length, model.dtype, device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    for _ in range(cache.max_len):
-        model(token, cache=cache, logits_for="last")
+    prefill(model, token, cache)
+    for _ in range(length - 1):
+        decode(decoder, token[0], cache)

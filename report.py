@@ -67,6 +67,7 @@ def sampling_summary(r: dict[str, Any]) -> str:
         f"{rate(r['decode_tokens_per_sec_per_sequence'])} per sequence, {r['num_samples']} at once{refilled}",
         "KV cache": f"{used if r['kv_cache'] else 'off; '}{r['kv_cache_bytes_formula']:,} by formula for "
         f"{r['attention']} on {r['n_kv_head']} KV heads; mha on {r['n_head']}: {r['kv_cache_bytes_mha']:,}",
-        "machine": f"{r['device']}, {r['dtype']}, {r['threads']} threads",
+        "machine": f"{r['device']}, {r['dtype']}, weights {r['weights']}, cache in {r['cache_dtype']}, "
+        f"{r['threads']} threads",
     }
     return lines(rows)

@@ -15,11 +15,14 @@ import torch
 import config as configuration
 from checkpoint import load_checkpoint, newest_run
 from data.tokenizer import EOT, Tokenizer
-from device import check_torch, pick_device, pick_dtype
+from device import DTYPES, check_torch, cpu_has_bfloat16, pick_device, pick_dtype
 from generation import Generation, Sampling, fit_context, generate
-from model import GPT, as_mha, kv_cache_bytes
+from model import GPT, GPTConfig, as_mha, estimate_n_params, kv_cache_bytes
+from quantize import quantize_weights
 from report import sampling_summary
 from tracking import write_json
+
+LARGE_MODEL_BYTES = 64 * 2**20  # of weights in float32; from here on --dtype=auto takes bfloat16 on a CPU
 
 
 @dataclass
@@ -43,7 +46,10 @@ class SampleConfig:
     report: str | None = None  # write the figures, texts and ids to this JSON file
 
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of weights and cache
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights and activations
+    compile: bool = False  # torch.compile the decode step, once for all lengths; it pays on a GPU
+    weights: Literal["plain", "int8"] = "plain"  # int8: linear layers in 8 bits, half the bytes to read
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # auto takes dtype
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -81,7 +87,10 @@ def make_report(c: SampleConfig, model: GPT, g: Generation, device: torch.device
     """The figures of one call, as --report writes them: tokens per second, seconds, bytes of the cache."""
     config, dtype = model.config, model.dtype
     n_tokens = min(g.prompt_tokens + c.max_new_tokens, config.block_size)
-    formula = [kv_cache_bytes(shape, n_tokens, dtype, c.num_samples) for shape in (config, as_mha(config))]
+    cache_dtype = torch.int8 if c.cache_dtype == "int8" else DTYPES.get(c.cache_dtype, dtype)
+    formula, mha = (
+        kv_cache_bytes(shape, n_tokens, cache_dtype, c.num_samples) for shape in (config, as_mha(config))
+    )
     decode_rate = g.decode_tokens / g.decode_seconds if g.decode_tokens else None
     return {
         "attention": config.attention,
@@ -91,6 +100,8 @@ def make_report(c: SampleConfig, model: GPT, g: Generation, device: torch.device
         "new_tokens": g.new_tokens,
         "num_samples": c.num_samples,
         "dtype": str(dtype).removeprefix("torch."),
+        "cache_dtype": str(cache_dtype).removeprefix("torch."),
+        "weights": c.weights,
         "device": str(device),
         "threads": torch.get_num_threads(),
         "kv_cache": c.kv_cache,
@@ -103,8 +114,8 @@ def make_report(c: SampleConfig, model: GPT, g: Generation, device: torch.device
         "refills": g.refills,
         "kv_cache_bytes_allocated": g.cache_bytes_allocated,
         "kv_cache_bytes_used": g.cache_bytes_used,
-        "kv_cache_bytes_formula": formula[0],
-        "kv_cache_bytes_mha": formula[1],
+        "kv_cache_bytes_formula": formula,
+        "kv_cache_bytes_mha": mha,
         "texts": g.texts,
         "token_ids": g.token_ids,
     }
@@ -118,10 +129,17 @@ def main(argv: list[str]) -> dict[str, Any]:
     c = parsed.config
     check_torch()
     device = pick_device(c.device)
-    dtype = pick_dtype(c.dtype, device)
+    wanted = pick_dtype(c.dtype, device)
+
+    def choose_dtype(config: GPTConfig) -> torch.dtype:
+        # a model that fits into the processor's cache doesn't wait for memory, and is as fast in float32
+        large = 4 * estimate_n_params(config)["total"] > LARGE_MODEL_BYTES
+        auto = c.dtype == "auto" and device.type == "cpu" and large and cpu_has_bfloat16()
+        return torch.bfloat16 if auto else wanted
+
     if c.report:
         check_report(Path(c.report))
-    loaded = load_checkpoint(Path(c.out_dir) if c.out_dir else newest_run(), device, dtype)
+    loaded = load_checkpoint(Path(c.out_dir) if c.out_dir else newest_run(), device, choose_dtype)
     tokenizer = Tokenizer.from_dict(loaded.tokenizer)
     if tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise ValueError(
@@ -131,11 +149,13 @@ def main(argv: list[str]) -> dict[str, Any]:
     if not all(bool(p.isfinite().all()) for p in loaded.model.parameters()):
         # said here, since PyTorch's fast attention on a CPU takes a NaN for 0: the scores need not show it
         raise ValueError(
-            f"{loaded.path}: some weights are not finite (NaN or inf) in {c.dtype}: its training diverged, "
-            "or they need --dtype=float32; give an earlier checkpoint with --out_dir"
+            f"{loaded.path}: some weights are not finite (NaN or inf) in {loaded.model.dtype}: its training "
+            "diverged, or they need --dtype=float32; give an earlier checkpoint with --out_dir"
         )
     prompt = read_prompt(c)
     ids = tokenizer.encode(prompt or EOT, allow_eot=c.allow_special or not prompt)
+    if c.weights == "int8":
+        quantize_weights(loaded.model)
     if c.max_new_tokens is None:
         room = loaded.model.config.block_size - len(ids)
         c.max_new_tokens = 200 if c.context_end == "refill" else max(1, min(200, room))
@@ -160,7 +180,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         seed=c.seed,
         stop=c.stop,
         kv_cache=c.kv_cache,
+        cache_dtype=torch.int8 if c.cache_dtype == "int8" else DTYPES.get(c.cache_dtype),
         context_end=c.context_end,
+        decoder=torch.compile(loaded.model, dynamic=True) if c.compile else None,
         show=show if c.stream else None,
     )
     if not c.stream:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ROOMS = {"model", "checkpoint", "config", "data", "device", "generation", "optim", "report", "tracking"}
+ROOMS = {"model", "checkpoint", "config", "data", "device", "generation", "optim", "quantize"}
+ROOMS |= {"report", "tracking"}
 DOORS = {"train", "sample", "compare", "heads", "convert"}
 # what each may import of ours; a new file needs a line here, and a reason that a reader would accept
 OURS = {
@@ -22,6 +23,7 @@ OURS = {
     "optim": {"model"},
     "report": {"model"},
     "generation": {"model", "data", "device"},
+    "quantize": {"model"},
     "train": ROOMS,
     "sample": ROOMS,
     "compare": ROOMS | {"train", "sample"},
@@ -36,6 +38,7 @@ OTHERS = {
     "optim": ({"torch"}, set()),
     "report": (set(), set()),
     "generation": ({"torch", "numpy"}, set()),
+    "quantize": ({"torch"}, set()),
     "tracking": (set(), {"wandb"}),
     "config": (set(), {"tyro"}),
     "data": ({"numpy"}, {"torch", "tiktoken", "datasets", "rustbpe", "tqdm", "huggingface_hub", "requests"}),
