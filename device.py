@@ -1,5 +1,6 @@
 """What the machine can do: device, number format, clock, memory. Decided after all options are read."""
 
+import math
 import re
 import sys
 import time
@@ -10,6 +11,10 @@ from typing import Any
 import torch
 
 MIN_TORCH = (2, 13)  # torch.nn.functional.linear_cross_entropy arrived here; Muon in 2.9
+BF16_WIDTH = 256  # n_embd from which bfloat16 products save time in training on a CPU
+PEAK_TFLOPS = {  # dense products in 16 bits
+    "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "V100": 125, "T4": 65,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,12 +42,13 @@ def pick_device(want: str) -> torch.device:
     return torch.device(want)
 
 
-def pick_dtype(want: str, device: torch.device) -> torch.dtype:
+def pick_dtype(want: str, device: torch.device, width: int = 0) -> torch.dtype:
     """The number format for matrix products: "auto", "float32", "bfloat16" or "float16".
 
-    auto: bfloat16 on a GPU that has it, float16 on one that doesn't, float32 on mps and cpu. On most
-    processors bfloat16 is emulated and several times slower, so there it is used only on request. Errors:
-    ValueError for float16 on a CPU, which has no fast kernels for it.
+    auto: on cuda bfloat16, or float16 where the GPU lacks it; on a CPU that multiplies bfloat16 itself,
+    bfloat16 for a `width` of BF16_WIDTH and more (below, what it saves goes into conversions); else float32,
+    since most processors emulate it, several times slower. Errors: ValueError for float16 on a CPU, which
+    has no fast kernels for it.
     """
     if want == "float16" and device.type == "cpu":
         raise ValueError(
@@ -52,6 +58,8 @@ def pick_dtype(want: str, device: torch.device) -> torch.dtype:
         return DTYPES[want]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu" and width >= BF16_WIDTH and cpu_has_bfloat16():
+        return torch.bfloat16
     return torch.float32
 
 
@@ -59,6 +67,17 @@ def cpu_has_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 itself (AVX512-BF16 or AMX), as PyTorch sees it."""
     found = torch.cpu.get_capabilities()
     return any(found.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; PyTorch's on a CPU is a plain RuntimeError."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or re.search("out of memory|tried to allocate|not enough memory", str(error)) is not None
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A batch on the device, without waiting for the copy where the device can copy while it computes."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -81,6 +100,27 @@ def matrix_vector_products(device: torch.device, dtype: torch.dtype) -> Iterator
     finally:
         if switch:
             torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOPs per second that the device can do in matrix products, and where the number is from.
+
+    From the data sheet for GPUs in PEAK_TFLOPS, else the best of a few square products, measured.
+    """
+    if device.type == "cuda" and dtype != torch.float32:
+        name = torch.cuda.get_device_name(device)
+        for known, tflops in PEAK_TFLOPS.items():
+            if known in name:
+                return tflops * 1e12, f"data sheet of {known}"
+    n = 1024 if device.type == "cpu" else 8192
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(5):
+        watch = Stopwatch(device)
+        watch.start()
+        a @ a
+        best = min(best, watch.pause())
+    return 2 * n**3 / max(best, 1e-9), "measured matrix product"
 
 
 def synchronize(device: torch.device) -> None:

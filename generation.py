@@ -195,7 +195,8 @@ def generate(
         logits = prefill(model, idx, cache)
         return logits, cache if kv_cache else None
 
-    warm_up(model, decoder or model, device)
+    step_model = model if decoder is None else decoder  # no `or`: a compiled module has no truth value
+    warm_up(model, step_model, len(prompts), cache_dtype or model.dtype, device)
     synchronize(device)
     begin = time.perf_counter()
     logits, cache = read([0] if shared else list(range(len(sight))))
@@ -208,7 +209,7 @@ def generate(
     rows, ids = list(range(len(sight))), torch.empty(0)  # the rows still going, in the order of the batch
     for step in range(max(limit)):
         if step > 0 and cache is not None and cache.length < cache.max_len:
-            logits = decode(decoder or model, ids, cache)
+            logits = decode(step_model, ids, cache)
         elif step > 0:  # no cache, or no room in it: read again
             for row in rows:
                 if len(sight[row]) > block_size:  # go on from the last half, positions from 0 again
@@ -301,12 +302,14 @@ def fit_context(
     return prompt, min(max_new_tokens, room)
 
 
-def warm_up(model: GPT, decoder: Any, device: torch.device) -> None:
+def warm_up(
+    model: GPT, decoder: Any, batch_size: int, cache_dtype: torch.dtype, device: torch.device
+) -> None:
     """A short prefill and two decode steps, their results dropped: first calls are the slow ones, and
     a decoder that is to be compiled is compiled here."""
     length = min(3, model.config.block_size)
-    cache = KVCache(model.config, 1, length, model.dtype, device)
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    prefill(model, token, cache)
+    cache = KVCache(model.config, batch_size, length, cache_dtype, device)
+    token = torch.zeros(batch_size, dtype=torch.long, device=device)
+    prefill(model, token[:, None], cache)
     for _ in range(length - 1):
-        decode(decoder, token[0], cache)
+        decode(decoder, token, cache)

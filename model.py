@@ -33,7 +33,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+LARGE_VOCAB = 8192  # from here on the logits are the largest thing in memory when training
+LOSS_PIECE = 512  # positions whose logits are there at once
 ROPE_BASE = 10_000.0  # longest wavelength of the rotary positions, as in RoFormer
 
 
@@ -165,7 +168,7 @@ class KVCache:
         for i, (store, x) in enumerate(((self.k, k), (self.v, v))):
             x = x.detach()  # a graph through the cache would never be freed
             if self.scales is not None:
-                step = (x.float().abs().amax(dim=-1, keepdim=True) / 127).clamp(min=1e-6).half()
+                step = (x.float().abs().amax(dim=-1, keepdim=True) / 127).clamp(1e-6, 65504).half()
                 self.scales[i, layer, :, :, new] = step
                 x = (x.float() / step.float()).round().clamp(-127, 127)
             store[layer, :, :, new] = x
@@ -251,7 +254,8 @@ def attend_to_cache(q: Tensor, cache: KVCache, layer: int, mask: Tensor | None) 
     B, H, T = q.shape[:3]
     Hkv, end = cache.k.shape[2], cache.length + T
     one_query = cache.k.itemsize == 2 and Hkv == H * T
-    if q.device.type != "cpu" or end == T or not (one_query or cache.k.dtype == torch.int8):
+    row_by_row = q.device.type == "cpu" and end > T and (one_query or cache.k.dtype == torch.int8)
+    if not row_by_row or torch.compiler.is_compiling():  # a compiled loop would be one for each batch size
         return attend(q, *cache.read(layer, end, q.dtype), mask)
     y = torch.empty_like(q)
     for row in range(B):
@@ -359,6 +363,7 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise ValueError("vocab_size is not set: take it from the tokenizer")
         self.config = config
+        self.recompute = False  # True: a block's activations are computed again in backward, not kept
         self.transformer: Any = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -428,7 +433,10 @@ class GPT(nn.Module):
         x = self.transformer["drop"](x)
         mask = attention_mask(T, cache, idx.device)
         for block in self.transformer["h"]:
-            x = block(x, rope, mask, cache)
+            if self.recompute and self.training:
+                x = checkpoint(block, x, rope, mask, cache, use_reentrant=False)
+            else:
+                x = block(x, rope, mask, cache)
         if cache is not None:
             cache.length += T
         if self.config.norm == "pre":
@@ -438,9 +446,35 @@ class GPT(nn.Module):
         if logits_for != "none":
             logits = self.lm_head(x if logits_for == "all" else x[:, -1:])
         if targets is not None:
-            all_logits = logits if logits_for == "all" else self.lm_head(x)
-            loss = F.cross_entropy(all_logits.float().flatten(0, 1), targets.flatten())
+            if logits_for == "all":
+                loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            else:
+                loss = next_token_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return logits, loss
+
+
+def next_token_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of `targets` (N,) under the logits x @ weight.T, x (N, C), weight (V, C): a scalar.
+
+    The logits of a large vocabulary are never all there at once: they would be the largest tensor of
+    training. PyTorch's `linear_cross_entropy` works in pieces and finds the gradient on the way, but in
+    float32 only; under autocast each piece is computed again for its gradient.
+    """
+    if len(weight) < LARGE_VOCAB:
+        return F.cross_entropy(F.linear(x, weight).float(), targets)
+    plain = not torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32
+    if plain and not torch.compiler.is_compiling():
+        # its own choice of piece is a few positions for a large vocabulary, and 20 times slower on a CPU
+        pieces = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_PIECE)
+        return F.linear_cross_entropy(x, weight, targets, options=pieces)
+
+    def piece_loss(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
+
+    total = torch.zeros((), device=x.device)
+    for piece in zip(x.split(LOSS_PIECE), targets.split(LOSS_PIECE), strict=True):
+        total = total + checkpoint(piece_loss, *piece, use_reentrant=False)
+    return total / len(targets)
 
 
 def as_mha(config: GPTConfig) -> GPTConfig:

@@ -25,15 +25,17 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         w = linear.weight.detach().float()
-        scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-12)
-        self.register_buffer("weight", (w / scale[:, None]).round().to(torch.int8))  # (out, in)
-        self.register_buffer("scale", scale.to(linear.weight.dtype))  # (out,)
+        scale = (w.abs().amax(dim=1) / 127).clamp(min=1e-7).to(linear.weight.dtype)
+        steps = (w / scale.float()[:, None]).round().clamp(-127, 127)  # of the scale as it is kept, rounded
+        self.register_buffer("weight", steps.to(torch.int8))  # (out, in)
+        self.register_buffer("scale", scale)  # (out,)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (.., in) -> (.., out)."""
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > FEW_ROWS or x.dtype == torch.float32:
+        small = len(rows) <= FEW_ROWS and x.dtype != torch.float32 and x.device.type == "cpu"
+        if not small or rows.shape[1] % 16:  # the kernel takes 16 at a time, and reads past the end of others
             return F.linear(x, self.weight.to(x.dtype) * self.scale[:, None], self.bias)
         y = torch._weight_int8pack_mm(rows, self.weight, self.scale).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias

@@ -1,8 +1,9 @@
-"""What a run leaves behind: metrics.jsonl as it goes, config.json and summary.json as plain files."""
+"""A run and its folder: metrics.jsonl as it goes, config.json and summary.json, and an orderly end."""
 
 import json
 import math
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,33 @@ class Tracker:
         """Write summary.json and close the log."""
         write_json(self.out_dir / "summary.json", summary)
         self._file.close()
+
+
+def make_room(out_dir: Path) -> None:
+    """Move an earlier run in `out_dir` to `<out_dir>~1`, `~2`, ...: no run writes into another."""
+    if any((out_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+        n = 1
+        while (kept := out_dir.with_name(f"{out_dir.name}~{n}")).exists():
+            n += 1
+        out_dir.rename(kept)
+        print(f"an earlier run was in {out_dir}: it is now in {kept}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+
+
+class Interrupted:
+    """SIGINT and SIGTERM ask for an end after the current step; a second one ends at once."""
+
+    def __enter__(self) -> "Interrupted":
+        self.signal = 0
+
+        def handle(number: int, frame: Any) -> None:
+            if self.signal:
+                os._exit(128 + number)
+            self.signal = number
+
+        self._before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

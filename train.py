@@ -5,15 +5,13 @@ then used. Everything lands in `out_dir`: checkpoints, metrics.jsonl, config.jso
 """
 
 import math
-import os
-import re
-import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -22,11 +20,22 @@ import config as configuration
 import model as gpt
 import report
 from checkpoint import save_checkpoint
-from data.loader import TokenFile, batch_starts, check_fits, eval_batches, get_batch, open_tokens
+from data.loader import batch_starts, check_fits, get_batch, open_tokens
 from data.prepare import prepare
-from device import Stopwatch, autocast, check_torch, peak_memory_bytes, pick_device, pick_dtype
+from device import (
+    Stopwatch,
+    autocast,
+    check_torch,
+    is_out_of_memory,
+    peak_flops,
+    peak_memory_bytes,
+    pick_device,
+    pick_dtype,
+    to_device,
+)
+from evaluation import evaluate, evaluate_run
 from optim import make_optimizers, schedule
-from tracking import Tracker
+from tracking import Interrupted, Tracker, make_room
 
 UNTIMED_STEPS = 3  # left out by the clock: the first steps fill caches and start threads
 
@@ -54,6 +63,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"  # for the matrices of the blocks; the rest has adamw
     learning_rate: float = 1e-3  # adamw's peak
     muon_lr: float = 0.02  # muon's peak
+    muon_momentum: float = 0.95  # muon's memory of the gradient; shorter runs want less
     schedule: Literal["cosine", "linear"] = "cosine"  # how it falls from the peak; linear stays there first
     warmup: float = 0.05  # share of the steps in which it rises
     lr_floor: float = 0.1  # where it ends, as a share of the peak
@@ -62,11 +72,15 @@ class TrainConfig:
     beta1: float = 0.9  # adamw's memory of the gradient
     beta2: float = 0.99  # adamw's memory of its square
     grad_clip: float = 1.0  # largest norm of the gradient; 0 is off
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient of NaN or inf: stop, or leave it out
+    recompute: bool = False  # less memory: compute a block's activations again in backward
 
     # looking and keeping
     eval_interval: int = 250  # steps between evaluations; 0 evaluates at the end only
     eval_windows: int | None = 100  # windows of the validation split per evaluation; none is all of it
     final_eval_windows: int | None = None  # the same after the last step
+    eval_only: bool = False  # evaluate the newest checkpoint in out_dir on all of the split, and leave
+    patience: int | None = None  # stop after so many evaluations without a better one, and keep the best
     log_interval: int = 10  # steps between rows in metrics.jsonl
     save_interval: int = 0  # steps between checkpoints; 0 saves at the end only
     out_dir: str | None = None  # none takes out/<preset>, and what the flags change of the model
@@ -74,7 +88,7 @@ class TrainConfig:
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of products; the weights are float32
-    compile: bool = False  # torch.compile the model
+    compile: bool | None = None  # torch.compile; none does on cuda, and goes on without if it fails
     sdpa: Literal["auto", "math"] = "auto"  # math: the plain attention kernel, to rule out a fast one
 
     def __post_init__(self) -> None:
@@ -85,10 +99,11 @@ class TrainConfig:
 
         check("batch_size max_iters log_interval", lambda x: x >= 1, "at least 1")
         check("bpe_size", lambda x: x >= 256, "at least 256, the number of bytes")
-        check("micro_batch_size eval_windows final_eval_windows", lambda x: x >= 1, "at least 1, or none")
+        optional = "micro_batch_size eval_windows final_eval_windows patience"
+        check(optional, lambda x: x >= 1, "at least 1, or none")
         check("seed eval_interval save_interval weight_decay grad_clip", lambda x: x >= 0, "0 or more")
         check("learning_rate muon_lr", lambda x: x > 0, "above 0")
-        check("beta1 beta2 warmup", lambda x: 0 <= x < 1, "at least 0 and below 1")
+        check("beta1 beta2 muon_momentum warmup", lambda x: 0 <= x < 1, "at least 0 and below 1")
         check("lr_floor lr_decay", lambda x: 0 <= x <= 1, "between 0 and 1")
         check("val_fraction", lambda x: 0 < x < 1, "between 0 and 1")
         if self.batch_size % (micro := self.micro_batch_size or 1):
@@ -117,60 +132,6 @@ def default_out_dir(parsed: configuration.Parsed[TrainConfig]) -> Path:
     return Path("out", name.replace("/", "-"))
 
 
-def make_room(out_dir: Path) -> None:
-    """Move an earlier run in `out_dir` to `<out_dir>~1`, `~2`, ...: no run writes into another."""
-    if any((out_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        n = 1
-        while (kept := out_dir.with_name(f"{out_dir.name}~{n}")).exists():
-            n += 1
-        out_dir.rename(kept)
-        print(f"an earlier run was in {out_dir}: it is now in {kept}")
-    out_dir.mkdir(parents=True, exist_ok=True)
-
-
-class Interrupted:
-    """SIGINT and SIGTERM ask for an end after the current step; a second one ends at once."""
-
-    def __enter__(self) -> "Interrupted":
-        self.signal = 0
-
-        def handle(number: int, frame: Any) -> None:
-            if self.signal:
-                os._exit(128 + number)
-            self.signal = number
-
-        self._before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-@torch.inference_mode()
-def evaluate(
-    model: torch.nn.Module, tokens: TokenFile, token_bytes: torch.Tensor, block_size: int,
-    n_windows: int | None, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    """Loss on fixed windows of a split: {"loss": nats per token, "bits_per_byte", "perplexity"}.
-
-    Deterministic: the same windows each time, no dropout, no random draw. `token_bytes`: (V,) bytes per
-    token.
-    """
-    was_training = model.training
-    model.eval()
-    nats, n_tokens, n_bytes = 0.0, 0, 0
-    for x, y in eval_batches(tokens, block_size, n_windows, batch_size=max(1, 4096 // block_size)):
-        with autocast(device, dtype):
-            _, mean = model(x.to(device), y.to(device), logits_for="none")
-        nats += mean.item() * y.numel()
-        n_tokens += y.numel()
-        n_bytes += int(token_bytes[y].sum())
-    model.train(was_training)
-    loss, bits_per_byte = nats / n_tokens, nats / math.log(2) / max(1, n_bytes)
-    return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": math.exp(min(loss, 700))}
-
-
 def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     """Train one model and return its summary, which is also in `out_dir`/summary.json.
 
@@ -178,7 +139,7 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     """
     check_torch()
     device = pick_device(c.device)
-    dtype = pick_dtype(c.dtype, device)
+    dtype = pick_dtype(c.dtype, device, c.model.n_embd)
     machine = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     torch.set_float32_matmul_precision("high")  # TF32 where there is any
 
@@ -198,13 +159,17 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     check_fits(val_tokens, c.model.block_size, "val")
 
     network = gpt.GPT(c.model, torch.Generator().manual_seed(c.seed)).to(device)
-    model: Any = torch.compile(network) if c.compile else network
+    network.recompute = c.recompute
+    compiled = device.type == "cuda" if c.compile is None else c.compile
+    model: Any = torch.compile(network) if compiled else network
     optimizers = make_optimizers(
-        network, c.optimizer, learning_rate=c.learning_rate, muon_lr=c.muon_lr, weight_decay=c.weight_decay,
-        betas=(c.beta1, c.beta2)
+        network, c.optimizer, learning_rate=c.learning_rate, muon_lr=c.muon_lr,
+        muon_momentum=c.muon_momentum, weight_decay=c.weight_decay, betas=(c.beta1, c.beta2)
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     n_micro, seen = c.batch_size // (c.micro_batch_size or c.batch_size), c.max_iters * c.tokens_per_step
+    peak, peak_source = peak_flops(device, dtype)
+    flops_per_token = gpt.estimate_train_flops_per_token(c.model)
     plan = {
         "data": f"{prepared.meta['source']}: {train_tokens.n_tokens:,} tokens to learn from, "
         f"{val_tokens.n_tokens:,} held back, in {prepared.folder}",
@@ -216,7 +181,7 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
         "run": f"{c.max_iters:,} steps, {seen:,} tokens, {seen / train_tokens.n_tokens:.1f} times through "
         "the data",
         "machine": f"{device}, products in {machine['dtype']}, {torch.get_num_threads()} "
-        f"threads, compile {'on' if c.compile else 'off'}",
+        f"threads, compile {'on' if compiled else 'off'}, {peak / 1e12:.2f} TFLOPS ({peak_source})",
         "folder": f"{out_dir}",
     }
     print(report.lines(plan), flush=True)
@@ -225,13 +190,31 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
 
     clock, window = Stopwatch(device), (0, 0.0)  # timed steps and seconds at the last row of the log
     bad_step = torch.full((), -1, device=device)  # first step that was not finite; read when the log is due
-    step, val, last = 0, dict[str, float](), False
+    step, val, last, skipped, saved = 0, dict[str, float](), False, 0, None
+    best, waited = math.inf, 0  # validation loss, and evaluations since
+
+    def starts_of(step: int) -> np.ndarray:
+        return batch_starts(train_tokens.n_tokens, c.model.block_size, c.seed, step, c.batch_size)
 
     def not_finite(step: int, what: str) -> ValueError:
+        windows = ", ".join(map(str, starts_of(step - 1)[:4]))
         return ValueError(
-            f"step {step}: {what} is not finite, so training stopped and did not save; earlier checkpoints "
-            f"in {out_dir} are as they were. Lower the learning rate, or look at the data"
+            f"step {step}: {what} is not finite, so training stopped and did not save; the last good "
+            f"checkpoint is {saved or 'none'}. Lower the learning rate, use --on_nonfinite=skip, or look at "
+            f"the data from tokens {windows}, ... of {prepared.train}"
         )
+
+    def forward_backward(starts: np.ndarray) -> torch.Tensor:
+        """Add up the gradients of a step, one micro-batch after the other; the mean loss."""
+        torch.manual_seed((c.seed * 1_000_003 + step) % 2**32)  # dropout; 32 bits: the CPU reads no more
+        loss = torch.zeros((), device=device)
+        for rows in starts.reshape(n_micro, -1):
+            x, y = get_batch(train_tokens, rows, c.model.block_size)
+            with autocast(device, dtype):
+                _, micro_loss = model(to_device(x, device), to_device(y, device), logits_for="none")
+            scaler.scale(micro_loss / n_micro).backward()
+            loss += micro_loss.detach() / n_micro
+        return loss
 
     def look(n_windows: int | None) -> dict[str, float]:
         found = evaluate(model, val_tokens, token_bytes, c.model.block_size, n_windows, device, dtype)
@@ -257,24 +240,34 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
             )
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["peak_lr"] * lr_share
-            # batch and dropout depend on (seed, step) alone: every variant sees the same batches
-            starts = batch_starts(train_tokens.n_tokens, c.model.block_size, c.seed, step, c.batch_size)
-            torch.manual_seed((c.seed * 1_000_003 + step) % 2**32)  # 32 bits: the CPU reads no more
-            loss = torch.zeros((), device=device)
-            for rows in starts.reshape(n_micro, -1):
-                x, y = get_batch(train_tokens, rows, c.model.block_size)
-                with autocast(device, dtype):
-                    _, micro_loss = model(x.to(device), y.to(device), logits_for="none")
-                scaler.scale(micro_loss / n_micro).backward()
-                loss += micro_loss.detach() / n_micro
+            try:  # batch and dropout depend on (seed, step) alone: every variant sees the same batches
+                loss = forward_backward(starts_of(step))
+            except Exception as error:
+                network.zero_grad(set_to_none=True)
+                if is_out_of_memory(error) and c.micro_batch_size is None and n_micro < c.batch_size:
+                    n_micro = next(n for n in range(n_micro + 1, c.batch_size + 1) if c.batch_size % n == 0)
+                    bar.write(f"out of memory: on with {n_micro} micro-batches, the same step in less room")
+                elif model is not network and step == 0 and not is_out_of_memory(error):
+                    cause = str(error).strip().splitlines()[0]
+                    if c.compile:
+                        raise ValueError(f"--compile=True failed: {cause}; leave it out") from error
+                    bar.write(f"torch.compile failed, going on without it: {cause}")
+                    model = network
+                else:
+                    raise
+                continue
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(network.parameters(), c.grad_clip or math.inf)
             finite = torch.isfinite(loss) & (torch.isfinite(grad_norm) | scaler.is_enabled())
-            bad_step = torch.where(finite | (bad_step >= 0), bad_step, step + 1)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
+            if c.on_nonfinite == "skip" and not finite:  # this alone waits for the device in each step
+                skipped += 1
+                bar.write(f"step {step + 1}: loss or gradient is not finite, left out ({skipped} so far)")
+            else:
+                bad_step = torch.where(finite | (bad_step >= 0), bad_step, step + 1)
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+            network.zero_grad(set_to_none=True)
             scaler.update()
             step += 1
             bar.update()
@@ -293,11 +286,13 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                     "train/loss": loss.item(),
                     "train/grad_norm": grad_norm.item(),
                     "train/lr": c.learning_rate * lr_share,
+                    "perf/train_seconds": seconds,
                     "perf/peak_memory_bytes": peak_memory_bytes(device),
                 }
                 if timed > window[0]:  # the clock ran since the last row
                     row["perf/step_ms"] = 1e3 * (seconds - window[1]) / (timed - window[0])
                     row["perf/tokens_per_sec"] = 1e3 * c.tokens_per_step / row["perf/step_ms"]
+                    row["perf/mfu"] = flops_per_token * row["perf/tokens_per_sec"] / peak
                 window = (timed, seconds)
                 tracker.log(step, row)
                 bar.set_postfix_str(
@@ -311,15 +306,21 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                         f"step {step:,}: loss {loss.item():.3f}, validation loss {val['loss']:.3f} nats per "
                         f"token, {val['bits_per_byte']:.3f} bits per byte"
                     )
-                if save_due and not last:
-                    save()
+                    waited = 0 if val["loss"] < best else waited + 1
+                    best = min(best, val["loss"])
+                    if c.patience and not waited:
+                        saved = save()
+                    last = bool(c.patience) and waited == c.patience
+                if save_due and not last and not c.patience:
+                    saved = save()
             if step >= UNTIMED_STEPS:
                 clock.start()
         # still where a signal is held back: what was learned is not lost to an impatient Ctrl-C
         seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
-        if not interrupted.signal:
+        if not interrupted.signal and waited != c.patience:
             val = look(c.final_eval_windows)
-        checkpoint = save()
+        if not (c.patience and saved) or val["loss"] < best:
+            saved = save()
     summary = {
         **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
         "n_params": gpt.estimate_n_params(c.model)["total"],
@@ -334,7 +335,10 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
         "kv_cache_bytes_full_context_mha": gpt.kv_cache_bytes(gpt.as_mha(c.model), c.model.block_size),
         **machine,
         "seed": c.seed,
-        "checkpoint": str(checkpoint),
+        "mfu": flops_per_token * timed * c.tokens_per_step / seconds / peak if timed else None,
+        "mfu_peak": peak_source,
+        "skipped_steps": skipped,
+        "checkpoint": str(saved),
         "signal": interrupted.signal,
     }
     tracker.finish(summary)
@@ -347,10 +351,12 @@ def main(argv: list[str]) -> dict[str, Any]:
     parsed = configuration.parse(argv, TrainConfig, prog="train.py", description=about)
     c = parsed.config
     out_dir = Path(c.out_dir) if c.out_dir else default_out_dir(parsed)
+    if c.eval_only:
+        return evaluate_run(out_dir, c.device, c.dtype)
     try:
         summary = train(c, out_dir)
-    except (MemoryError, RuntimeError) as error:  # torch's out-of-memory errors are RuntimeErrors
-        if isinstance(error, RuntimeError) and not re.search("out of memory|tried to allocate", str(error)):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise ValueError(
             f"out of memory with batch_size={c.batch_size}, micro_batch_size={c.micro_batch_size}, "

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 import config as configuration
 from benchmarks.measure import interleaved, machine, measure_read_bandwidth, seconds, table
-from device import DTYPES, check_torch, pick_device
+from device import DTYPES, check_torch, pick_device, pick_dtype
 from generation import decode, prefill
 from model import GPT, GPTConfig, KVCache, estimate_decode_bytes_per_token, kv_cache_bytes, matmul_params
 from quantize import quantize_weights
@@ -200,6 +201,14 @@ def cached_over_uncached(config: GPTConfig, n_new: int, dtype: torch.dtype, devi
     return total["uncached"] / total["cached"]
 
 
+def check_plot(path: Path) -> None:
+    """Refuse a plot that can't be written before minutes of measuring, not after (ValueError)."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"--plot={path} needs matplotlib: pip install matplotlib")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot={path}: there is no folder {path.parent}")
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Tokens per second against context for the largest batch with several contexts, the limit dashed."""
     import matplotlib
@@ -239,7 +248,10 @@ def main(argv: list[str]) -> dict[str, Any]:
     ).config
     check_torch()
     device = pick_device(c.device)
-    shape = {
+    pick_dtype(c.dtype, device)  # refuses one that the device has no kernels for
+    if c.plot:
+        check_plot(Path(c.plot))
+    shape: dict[str, Any] = {
         "vocab_size": 50304,
         "block_size": 1280,
         "n_layer": 12,
@@ -269,9 +281,9 @@ def main(argv: list[str]) -> dict[str, Any]:
     print(table(rows, COLUMNS))
     if result["cached_over_uncached"]:
         print(f"{n_new} new tokens without a cache take {result['cached_over_uncached']:.1f} times as long")
+    print(json.dumps(result), flush=True)
     if c.plot:
         plot(rows, Path(c.plot))
-    print(json.dumps(result))
     return result
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 ROOMS = {"model", "checkpoint", "config", "data", "device", "generation", "optim", "quantize"}
-ROOMS |= {"report", "tracking"}
+ROOMS |= {"evaluation", "report", "tracking"}
 DOORS = {"train", "sample", "compare", "heads", "convert"}
 # what each may import of ours; a new file needs a line here, and a reason that a reader would accept
 OURS = {
@@ -24,6 +24,7 @@ OURS = {
     "report": {"model"},
     "generation": {"model", "data", "device"},
     "quantize": {"model"},
+    "evaluation": {"checkpoint", "data", "device"},
     "train": ROOMS,
     "sample": ROOMS,
     "compare": ROOMS | {"train", "sample"},
@@ -39,6 +40,7 @@ OTHERS = {
     "report": (set(), set()),
     "generation": ({"torch", "numpy"}, set()),
     "quantize": ({"torch"}, set()),
+    "evaluation": ({"torch"}, set()),
     "tracking": (set(), {"wandb"}),
     "config": (set(), {"tyro"}),
     "data": ({"numpy"}, {"torch", "tiktoken", "datasets", "rustbpe", "tqdm", "huggingface_hub", "requests"}),

@@ -478,7 +478,7 @@ def test_max_new_tokens_counts_new_ones_KVC_17(n_new):
     g = generate(model, TOKENIZER, PROMPT, max_new_tokens=n_new, num_samples=2, seed=1)
     assert [len(ids) for ids in g.token_ids] == [n_new, n_new] and g.new_tokens == 2 * n_new
     assert g.prompt_tokens == 10 and g.decode_tokens == max(0, 2 * n_new - 2)
-    assert len(calls) == (0 if n_new == 0 else 2 + n_new)  # warm-up, prefill, decode
+    assert len(calls) == (0 if n_new == 0 else 3 + n_new)  # warm-up, prefill, decode
     if n_new == 0:
         assert g.texts == ["", ""] and g.first_token_seconds == g.prefill_seconds == 0
 
@@ -675,7 +675,7 @@ def test_samples_are_one_batch_and_the_prompt_is_read_once_PRF_12():
     model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
     g = generate(model, TOKENIZER, PROMPT, max_new_tokens=6, num_samples=8, seed=1)
     assert g.new_tokens == 48
-    assert shapes[2:] == [(1, 10)] + [(8, 1)] * 5  # after the warm-up
+    assert shapes[3:] == [(1, 10)] + [(8, 1)] * 5  # after the warm-up
 
 
 def test_clocks_are_read_when_the_device_is_done_and_warm_PRF_1_PRF_2(monkeypatch):
@@ -687,7 +687,7 @@ def test_clocks_are_read_when_the_device_is_done_and_warm_PRF_1_PRF_2(monkeypatc
 
     def forward(model: GPT, args: tuple, out: object) -> None:
         events.append(f"read {args[0].shape[1]}")
-        now[0] += 100.0 if len(events) <= 2 else float(args[0].shape[1])  # slow at first, then 1 s per token
+        now[0] += 100.0 if len(events) <= 3 else float(args[0].shape[1])  # slow at first, then 1 s per token
 
     model = untied()
     model.register_forward_hook(forward)
@@ -695,6 +695,7 @@ def test_clocks_are_read_when_the_device_is_done_and_warm_PRF_1_PRF_2(monkeypatc
     monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=perf_counter))
     g = generate(model, TOKENIZER, PROMPT, max_new_tokens=3, seed=1)
     assert events == [
+        "read 1",
         "read 1",
         "read 1",
         "sync",
