@@ -13,7 +13,8 @@ import torch
 MIN_TORCH = (2, 13)  # torch.nn.functional.linear_cross_entropy arrived here; Muon in 2.9
 BF16_WIDTH = 256  # n_embd from which bfloat16 products save time in training on a CPU
 PEAK_TFLOPS = {  # dense products in 16 bits
-    "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "RTX 4090": 165, "V100": 125, "T4": 65,
+    "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
+    "RTX 4090": 165, "V100": 125, "T4": 65,
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,6 +64,11 @@ def pick_dtype(want: str, device: torch.device, width: int = 0) -> torch.dtype:
     return torch.float32
 
 
+def compile_pays(device: torch.device) -> bool:
+    """Whether torch.compile is tried unasked: it takes a minute to save time later, and its tools to be there."""
+    return device.type == "cuda"
+
+
 def cpu_has_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 itself (AVX512-BF16 or AMX), as PyTorch sees it."""
     found = torch.cpu.get_capabilities()
@@ -110,7 +116,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for known, tflops in PEAK_TFLOPS.items():
-            if known in name:
+            if re.search(rf"\b{known}\b(?! Laptop)", name):  # an RTX A1000 is no A100, an L40 no L4
                 return tflops * 1e12, f"data sheet of {known}"
     n = 1024 if device.type == "cpu" else 8192
     a = torch.ones(n, n, device=device, dtype=dtype)
@@ -120,6 +126,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         watch.start()
         a @ a
         best = min(best, watch.pause())
+    del a
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # these matrices are not the run's
     return 2 * n**3 / max(best, 1e-9), "measured matrix product"
 
 

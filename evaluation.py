@@ -38,7 +38,7 @@ def evaluate(
 def evaluate_run(out_dir: Path, device: str, dtype: str) -> dict[str, float]:
     """`evaluate` a run's newest checkpoint on all of its validation split, and print what comes out.
 
-    Errors: ValueError where the data has changed, so that its tokenizer is not the checkpoint's.
+    Errors: ValueError where the data is no longer what the run learned from.
     """
     on = pick_device(device)
     loaded = load_checkpoint(out_dir, on)
@@ -49,8 +49,12 @@ def evaluate_run(out_dir: Path, device: str, dtype: str) -> dict[str, float]:
         run["dataset"], run["tokenizer"], run["bpe_size"], text_column=run["text_column"],
         val_fraction=run["val_fraction"]
     )
-    if prepared.tokenizer.to_dict() != loaded.tokenizer:
-        raise ValueError(f"{loaded.path}: its tokenizer is not that of {prepared.folder}: the data changed")
+    corpus = loaded.info.get("corpus_sha256", prepared.meta["val"]["corpus_sha256"])
+    same_text = corpus == prepared.meta["val"]["corpus_sha256"]
+    if not same_text or prepared.tokenizer.to_dict() != loaded.tokenizer:
+        raise ValueError(
+            f"{loaded.path}: the text of {run['dataset']} has changed since, so a loss on it would not compare"
+        )
     tokens = open_tokens(prepared.val, m.vocab_size)
     token_bytes = torch.from_numpy(prepared.tokenizer.token_bytes())
     products = pick_dtype(dtype, on, m.n_embd)

@@ -433,7 +433,7 @@ class GPT(nn.Module):
         x = self.transformer["drop"](x)
         mask = attention_mask(T, cache, idx.device)
         for block in self.transformer["h"]:
-            if self.recompute and self.training:
+            if self.recompute and self.training and cache is None:  # a cache must be written once only
                 x = checkpoint(block, x, rope, mask, cache, use_reentrant=False)
             else:
                 x = block(x, rope, mask, cache)

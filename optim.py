@@ -63,7 +63,7 @@ class StackedMuon(torch.optim.Muon):
                 momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(momentum, group["momentum"])  # Nesterov's look ahead
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                heights = group["parts"] or (len(p),)
+                heights = group.get("parts") or (len(p),)
                 for matrix, change in zip(p.split(heights), update.split(heights), strict=True):
                     stacks.setdefault(tuple(matrix.shape), []).append((matrix, change, group))
         for (height, width), matrices in stacks.items():

@@ -26,6 +26,7 @@ from device import (
     Stopwatch,
     autocast,
     check_torch,
+    compile_pays,
     is_out_of_memory,
     peak_flops,
     peak_memory_bytes,
@@ -78,7 +79,7 @@ class TrainConfig:
     # looking and keeping
     eval_interval: int = 250  # steps between evaluations; 0 evaluates at the end only
     eval_windows: int | None = 100  # windows of the validation split per evaluation; none is all of it
-    final_eval_windows: int | None = None  # the same after the last step
+    final_eval_windows: int | None = None  # the same after the last step, unless there is a patience
     eval_only: bool = False  # evaluate the newest checkpoint in out_dir on all of the split, and leave
     patience: int | None = None  # stop after so many evaluations without a better one, and keep the best
     log_interval: int = 10  # steps between rows in metrics.jsonl
@@ -160,8 +161,8 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
 
     network = gpt.GPT(c.model, torch.Generator().manual_seed(c.seed)).to(device)
     network.recompute = c.recompute
-    compiled = device.type == "cuda" if c.compile is None else c.compile
-    model: Any = torch.compile(network) if compiled else network
+    model: Any = network
+    compiled = compile_pays(device) if c.compile is None else c.compile
     optimizers = make_optimizers(
         network, c.optimizer, learning_rate=c.learning_rate, muon_lr=c.muon_lr,
         muon_momentum=c.muon_momentum, weight_decay=c.weight_decay, betas=(c.beta1, c.beta2)
@@ -225,7 +226,8 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
         return found
 
     def save() -> Path:
-        about = {"val": val, "run": configuration.flatten(c), **machine}
+        corpus = val_tokens.header["corpus_sha256"]
+        about = {"val": val, "run": configuration.flatten(c), "corpus_sha256": corpus, **machine}
         return save_checkpoint(out_dir, step, network, tokenizer.to_dict(), about)
 
     with (
@@ -240,19 +242,22 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
             )
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["peak_lr"] * lr_share
-            try:  # batch and dropout depend on (seed, step) alone: every variant sees the same batches
+            try:
+                if compiled and step == 0:
+                    model = torch.compile(network)  # shows only in use whether it works here
+                # batch and dropout depend on (seed, step) alone: every variant sees the same batches
                 loss = forward_backward(starts_of(step))
             except Exception as error:
                 network.zero_grad(set_to_none=True)
                 if is_out_of_memory(error) and c.micro_batch_size is None and n_micro < c.batch_size:
                     n_micro = next(n for n in range(n_micro + 1, c.batch_size + 1) if c.batch_size % n == 0)
                     bar.write(f"out of memory: on with {n_micro} micro-batches, the same step in less room")
-                elif model is not network and step == 0 and not is_out_of_memory(error):
-                    cause = str(error).strip().splitlines()[0]
+                elif compiled and step == 0 and not (is_out_of_memory(error) or isinstance(error, ValueError)):
+                    cause = (str(error).strip() or type(error).__name__).splitlines()[0]
                     if c.compile:
                         raise ValueError(f"--compile=True failed: {cause}; leave it out") from error
                     bar.write(f"torch.compile failed, going on without it: {cause}")
-                    model = network
+                    model, compiled = network, False
                 else:
                     raise
                 continue
@@ -301,25 +306,30 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                     refresh=False
                 )
                 if eval_due and not last:
-                    val = look(c.eval_windows)
+                    found = look(c.eval_windows)
                     bar.write(
-                        f"step {step:,}: loss {loss.item():.3f}, validation loss {val['loss']:.3f} nats per "
-                        f"token, {val['bits_per_byte']:.3f} bits per byte"
+                        f"step {step:,}: loss {loss.item():.3f}, validation loss {found['loss']:.3f} nats per "
+                        f"token, {found['bits_per_byte']:.3f} bits per byte"
                     )
-                    waited = 0 if val["loss"] < best else waited + 1
-                    best = min(best, val["loss"])
+                    waited = 0 if found["loss"] < best else waited + 1
+                    best = min(best, found["loss"])
+                    if not (c.patience and waited):
+                        val = found  # what the newest checkpoint tells of itself
                     if c.patience and not waited:
                         saved = save()
-                    last = bool(c.patience) and waited == c.patience
+                    last = waited == c.patience
                 if save_due and not last and not c.patience:
                     saved = save()
             if step >= UNTIMED_STEPS:
                 clock.start()
         # still where a signal is held back: what was learned is not lost to an impatient Ctrl-C
         seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
+        keep = not (c.patience and saved)
         if not interrupted.signal and waited != c.patience:
-            val = look(c.final_eval_windows)
-        if not (c.patience and saved) or val["loss"] < best:
+            found = look(c.eval_windows if c.patience else c.final_eval_windows)  # as those it is up against
+            keep = keep or found["loss"] < best
+            val = found if keep else val
+        if keep:
             saved = save()
     summary = {
         **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
@@ -358,10 +368,11 @@ def main(argv: list[str]) -> dict[str, Any]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        first = "micro_batch_size first, which leaves the result as it is; then "
         raise ValueError(
             f"out of memory with batch_size={c.batch_size}, micro_batch_size={c.micro_batch_size}, "
-            f"block_size={c.model.block_size}, dtype={c.dtype}: lower micro_batch_size first, which leaves "
-            "the result as it is; then block_size, or the model's size"
+            f"block_size={c.model.block_size}, dtype={c.dtype}: use --recompute=True, or lower "
+            f"{first if (c.micro_batch_size or 1) > 1 else ''}block_size, or the model's size"
         ) from error
     print(report.training_summary(summary, UNTIMED_STEPS))
     print(f"next       python sample.py --out_dir={out_dir} --prompt=...")

@@ -2,11 +2,9 @@
 
 Two questions, each answered in one run with the sides taking turns:
 
-steps  tokens per second and peak memory of one training step (forward, backward, clipping, AdamW) on equal
-shapes
-race   seconds of training until the loss on the whole validation split of character-level Shakespeare (FILE) is at
-       or below a target, and the loss after the seconds that nanoGPT's laptop recipe takes, over several
-       seeds
+steps  tokens per second and peak memory of a training step (forward, backward, clipping, AdamW), equal shapes
+race   seconds of training until the loss on the whole validation split of character-level Shakespeare (FILE)
+       is at or below a target, and the loss after the seconds of nanoGPT's laptop recipe, over several seeds
 
 nanoGPT's code is read from DIR and not part of this project. Evaluation is in no clock, nor are the first 3
 steps.
@@ -155,7 +153,7 @@ def one_step(
 
 
 def measure_steps(c: BenchConfig, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of the throughput table: each shape in fp32 on every side, and ours in the dtype that it would choose."""
+    """Rows of the throughput table: each shape in fp32 on every side, and ours in the dtype it would choose."""
     rows = []
     for name in filter(None, c.shapes.split(",")):
         B, T, width = SHAPES[name][5], SHAPES[name][3], SHAPES[name][2]
@@ -197,7 +195,7 @@ def peak_of(c: BenchConfig, side: str, name: str, dtype: torch.dtype) -> int:
 
 
 def race_nanogpt(folder: str, prepared: Any, seed: int, device: torch.device) -> tuple[float, float]:
-    """nanoGPT's model by its laptop recipe, 2,000 steps: seconds of training, and the final loss on all of val."""
+    """nanoGPT's model by its laptop recipe, 2,000 steps: seconds of training, final loss on all of val."""
     train_tokens, val_tokens = open_tokens(prepared.train), open_tokens(prepared.val)
     model = nanogpt_model(
         folder, seed, n_layer=4, n_head=4, n_embd=128, block_size=64, vocab_size=train_tokens.vocab_size

@@ -1,9 +1,10 @@
-"""What the tests share: the folder to import from, and a tiny model with weights that tell."""
+"""What the tests share: the folder to import from, a tiny model with weights that tell, a place to train in."""
 
 import itertools
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -60,3 +61,36 @@ def in_chunks(model: GPT, idx: Tensor, chunks: list[int], cache: KVCache | None 
     if cache is None:
         cache = KVCache(model.config, idx.shape[0], idx.shape[1], model.lm_head.weight.dtype)
     return torch.cat([model(piece, cache=cache)[0] for piece in idx.split(chunks, dim=1)], dim=1)
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """An empty working folder with the text of tiny_run.py in it; one thread."""
+    from tiny_run import TEXT
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def refused(work, monkeypatch, capsys):
+    """Run train.py with a mistake in it; the one line on stderr. Nothing may be left behind."""
+    import config
+    import train
+
+    def run(*argv: str, leaves: tuple[str, ...] = ()) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        with pytest.raises(SystemExit) as caught:
+            config.run_main(train.main, "train.py")
+        assert caught.value.code == 1
+        error = capsys.readouterr().err
+        assert error.startswith("train.py: error: ") and error.count("\n") == 1 and error.endswith("\n")
+        found = {p.name for p in work.rglob("*") if p.name in ("out", "run") or p.name.startswith(".")}
+        assert found == set(leaves)
+        return error
+
+    return run

@@ -24,7 +24,9 @@ def rates(n_steps: int, warmup: int, kind: str, floor: float = 0.1, **more: floa
 
 
 def optimizers_of(network, kind="adamw", **changes):
-    options = {"learning_rate": 1e-3, "muon_lr": 0.02, "muon_momentum": 0.95, "weight_decay": 0.1, "betas": (0.9, 0.99)}
+    options = {
+        "learning_rate": 1e-3, "muon_lr": 0.02, "muon_momentum": 0.95, "weight_decay": 0.1, "betas": (0.9, 0.99)
+    }
     return make_optimizers(network, kind, **{**options, **changes})
 
 
@@ -136,7 +138,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_nothing_else_ATT_14(attention):
     network = tiny_model(attention=attention, tie_weights=False)
     adamw, muon = optimizers_of(network, "muon")
     name = {id(p): name for name, p in network.named_parameters()}
-    found = {name[id(p)] for p in muon.param_groups[0]["params"]}
+    found = {name[id(p)] for group in muon.param_groups for p in group["params"]}
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
     assert found == {
         f"transformer.h.{layer}.{part}.weight"

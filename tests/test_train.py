@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import math
 import os
 import re
@@ -20,8 +19,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, tiny_model
-from safetensors.torch import load_file
-from tqdm import tqdm
+from tiny_run import (
+    N_IDS,
+    TINY,
+    difference,
+    flags,
+    patch_forward,
+    quiet_bar,
+    read_json,
+    read_rows,
+    weights,
+)
 
 import config as configuration
 import device
@@ -29,99 +37,11 @@ import model as gpt
 import train
 from data.loader import open_tokens, write_tokens
 
-TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
-N_IDS = len(set(TEXT)) + 1  # the characters, and the end of text
-TINY = {
-    "dataset": "text.txt",
-    "tokenizer": "char",
-    "n_layer": 2,
-    "n_head": 4,
-    "n_embd": 32,
-    "block_size": 16,
-    "batch_size": 8,
-    "max_iters": 4,
-    "log_interval": 1,
-    "device": "cpu",
-    "out_dir": "run",
-}
-
-
-def flags(**changes: object) -> list[str]:
-    """The command line of a tiny run; None leaves an option out."""
-    return [f"--{key}={value}" for key, value in {**TINY, **changes}.items() if value is not None]
-
-
-def read_json(path: Path | str) -> dict:
-    return json.loads(Path(path).read_text(encoding="utf-8"))
-
-
-def read_rows(out_dir: str = "run", key: str = "train/loss") -> list[dict]:
-    """The rows of metrics.jsonl that have a key."""
-    text = Path(out_dir, "metrics.jsonl").read_text(encoding="utf-8")
-    return [row for row in map(json.loads, text.splitlines()) if key in row]
-
-
-def weights(out_dir: str = "run") -> dict[str, torch.Tensor]:
-    """The weights of the newest checkpoint."""
-    return load_file(sorted(Path(out_dir, "checkpoints").iterdir())[-1] / "model.safetensors")
-
-
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
-
+pytestmark = pytest.mark.usefixtures("work")
 
 def everything(root: Path) -> dict[str, bytes]:
     """Each file under a folder and what is in it."""
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
-
-
-@pytest.fixture(autouse=True)
-def work(tmp_path, monkeypatch):
-    """An empty working folder with a text in it; one thread."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(TEXT, encoding="utf-8")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def refused(work, monkeypatch, capsys):
-    """Run the program with a mistake in it; the one line on stderr. Nothing may be left behind."""
-
-    def run(*argv: str, leaves: tuple[str, ...] = ()) -> str:
-        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
-        with pytest.raises(SystemExit) as caught:
-            configuration.run_main(train.main, "train.py")
-        assert caught.value.code == 1
-        error = capsys.readouterr().err
-        assert error.startswith("train.py: error: ") and error.count("\n") == 1 and error.endswith("\n")
-        found = {p.name for p in work.rglob("*") if p.name in ("out", "run") or p.name.startswith(".")}
-        assert found == set(leaves)
-        return error
-
-    return run
-
-
-def patch_forward(monkeypatch, change):
-    """Let `change(n, logits, loss)` replace what the n-th training pass of a network returns."""
-    forward, calls = gpt.GPT.forward, [0]
-
-    def patched(self, *args, **options):
-        logits, loss = forward(self, *args, **options)
-        if not self.training:
-            return logits, loss
-        calls[0] += 1
-        return change(calls[0], logits, loss)
-
-    monkeypatch.setattr(gpt.GPT, "forward", patched)
-
-
-def quiet_bar(*args, **options):
-    """A progress bar that leaves stderr to the error message."""
-    return tqdm(*args, **{**options, "disable": True})
 
 
 def record_batches(monkeypatch) -> list[torch.Tensor]:
