@@ -65,7 +65,7 @@ def pick_dtype(want: str, device: torch.device, width: int = 0) -> torch.dtype:
 
 
 def compile_pays(device: torch.device) -> bool:
-    """Whether torch.compile is tried unasked: it takes a minute to save time later, and its tools to be there."""
+    """Whether torch.compile is tried unasked: it takes a minute, and a compiler, to save time later."""
     return device.type == "cuda"
 
 

@@ -9,6 +9,7 @@ from checkpoint import load_checkpoint
 from data.loader import TokenFile, eval_batches, open_tokens
 from data.prepare import prepare
 from device import autocast, pick_device, pick_dtype
+from quantize import quantize_weights
 
 
 @torch.inference_mode()
@@ -35,7 +36,7 @@ def evaluate(
     return {"loss": loss, "bits_per_byte": bits_per_byte, "perplexity": math.exp(min(loss, 700))}
 
 
-def evaluate_run(out_dir: Path, device: str, dtype: str) -> dict[str, float]:
+def evaluate_run(out_dir: Path, device: str, dtype: str, weights: str = "plain") -> dict[str, float]:
     """`evaluate` a run's newest checkpoint on all of its validation split, and print what comes out.
 
     Errors: ValueError where the data is no longer what the run learned from.
@@ -53,9 +54,12 @@ def evaluate_run(out_dir: Path, device: str, dtype: str) -> dict[str, float]:
     same_text = corpus == prepared.meta["val"]["corpus_sha256"]
     if not same_text or prepared.tokenizer.to_dict() != loaded.tokenizer:
         raise ValueError(
-            f"{loaded.path}: the text of {run['dataset']} has changed since, so a loss on it would not compare"
+            f"{loaded.path}: the text of {run['dataset']} has changed since it was trained; "
+            "a loss on it would not compare"
         )
     tokens = open_tokens(prepared.val, m.vocab_size)
+    if weights == "int8":
+        quantize_weights(loaded.model)
     token_bytes = torch.from_numpy(prepared.tokenizer.token_bytes())
     products = pick_dtype(dtype, on, m.n_embd)
     found = evaluate(loaded.model, tokens, token_bytes, m.block_size, None, on, products)

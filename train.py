@@ -81,10 +81,17 @@ class TrainConfig:
     eval_windows: int | None = 100  # windows of the validation split per evaluation; none is all of it
     final_eval_windows: int | None = None  # the same after the last step, unless there is a patience
     eval_only: bool = False  # evaluate the newest checkpoint in out_dir on all of the split, and leave
+    eval_weights: Literal["plain", "int8"] = "plain"  # of eval_only: what 8-bit weights cost in loss
     patience: int | None = None  # stop after so many evaluations without a better one, and keep the best
     log_interval: int = 10  # steps between rows in metrics.jsonl
     save_interval: int = 0  # steps between checkpoints; 0 saves at the end only
     out_dir: str | None = None  # none takes out/<preset>, and what the flags change of the model
+
+    # wandb, beside metrics.jsonl
+    wandb: Literal["auto", "online", "offline", "off"] = "off"  # auto and online go offline if they have to
+    wandb_project: str = "headcount"  # where wandb puts the run
+    wandb_group: str | None = None  # runs that belong together, such as one study
+    wandb_run_name: str | None = None  # none is made of attention and seed: gqa-s0
 
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
@@ -231,6 +238,7 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
         return save_checkpoint(out_dir, step, network, tokenizer.to_dict(), about)
 
     with (
+        tracker,
         Interrupted() as interrupted,
         sdpa_kernel(SDPBackend.MATH) if c.sdpa == "math" else nullcontext(),
         tqdm(total=c.max_iters, unit="step", mininterval=0.5 if sys.stderr.isatty() else 15) as bar,
@@ -249,10 +257,11 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                 loss = forward_backward(starts_of(step))
             except Exception as error:
                 network.zero_grad(set_to_none=True)
-                if is_out_of_memory(error) and c.micro_batch_size is None and n_micro < c.batch_size:
+                full = is_out_of_memory(error)
+                if full and c.micro_batch_size is None and n_micro < c.batch_size:
                     n_micro = next(n for n in range(n_micro + 1, c.batch_size + 1) if c.batch_size % n == 0)
                     bar.write(f"out of memory: on with {n_micro} micro-batches, the same step in less room")
-                elif compiled and step == 0 and not (is_out_of_memory(error) or isinstance(error, ValueError)):
+                elif compiled and step == 0 and not (full or isinstance(error, ValueError)):
                     cause = (str(error).strip() or type(error).__name__).splitlines()[0]
                     if c.compile:
                         raise ValueError(f"--compile=True failed: {cause}; leave it out") from error
@@ -308,8 +317,8 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                 if eval_due and not last:
                     found = look(c.eval_windows)
                     bar.write(
-                        f"step {step:,}: loss {loss.item():.3f}, validation loss {found['loss']:.3f} nats per "
-                        f"token, {found['bits_per_byte']:.3f} bits per byte"
+                        f"step {step:,}: loss {loss.item():.3f}, validation loss {found['loss']:.3f} nats "
+                        f"per token, {found['bits_per_byte']:.3f} bits per byte"
                     )
                     waited = 0 if found["loss"] < best else waited + 1
                     best = min(best, found["loss"])
@@ -362,7 +371,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     c = parsed.config
     out_dir = Path(c.out_dir) if c.out_dir else default_out_dir(parsed)
     if c.eval_only:
-        return evaluate_run(out_dir, c.device, c.dtype)
+        return evaluate_run(out_dir, c.device, c.dtype, c.eval_weights)
     try:
         summary = train(c, out_dir)
     except (MemoryError, RuntimeError) as error:
@@ -375,7 +384,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             f"{first if (c.micro_batch_size or 1) > 1 else ''}block_size, or the model's size"
         ) from error
     print(report.training_summary(summary, UNTIMED_STEPS))
-    print(f"next       python sample.py --out_dir={out_dir} --prompt=...")
+    print(f"next        python sample.py --out_dir={out_dir} --prompt=...")
     if summary["signal"]:
         sys.exit(128 + summary["signal"])
     return summary

@@ -153,7 +153,7 @@ def one_step(
 
 
 def measure_steps(c: BenchConfig, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of the throughput table: each shape in fp32 on every side, and ours in the dtype it would choose."""
+    """Rows of the throughput table: each shape in fp32, and ours in the dtype it would choose too."""
     rows = []
     for name in filter(None, c.shapes.split(",")):
         B, T, width = SHAPES[name][5], SHAPES[name][3], SHAPES[name][2]

@@ -1,15 +1,18 @@
 # A GPT that learns Python from Python's own library, on a laptop without a GPU.
-n_layer = 4
+n_layer = 3
 n_head = 4
 n_embd = 128
 block_size = 256
 position = "rope"
 qk_norm = True
+tie_weights = False
 
 batch_size = 8
-max_iters = 700
+max_iters = 850
 optimizer = "muon"
 learning_rate = 1e-2
-muon_lr = 0.02
+muon_lr = 0.04
+muon_momentum = 0.9
 schedule = "linear"
 lr_floor = 0.0
+grad_clip = 0.0

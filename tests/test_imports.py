@@ -24,7 +24,7 @@ OURS = {
     "report": {"model"},
     "generation": {"model", "data", "device"},
     "quantize": {"model"},
-    "evaluation": {"checkpoint", "data", "device"},
+    "evaluation": {"checkpoint", "data", "device", "quantize"},
     "train": ROOMS,
     "sample": ROOMS,
     "compare": ROOMS | {"train", "sample"},
@@ -41,7 +41,7 @@ OTHERS = {
     "generation": ({"torch", "numpy"}, set()),
     "quantize": ({"torch"}, set()),
     "evaluation": ({"torch"}, set()),
-    "tracking": (set(), {"wandb"}),
+    "tracking": (set(), {"wandb", "tqdm"}),
     "config": (set(), {"tyro"}),
     "data": ({"numpy"}, {"torch", "tiktoken", "datasets", "rustbpe", "tqdm", "huggingface_hub", "requests"}),
 }

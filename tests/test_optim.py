@@ -25,7 +25,8 @@ def rates(n_steps: int, warmup: int, kind: str, floor: float = 0.1, **more: floa
 
 def optimizers_of(network, kind="adamw", **changes):
     options = {
-        "learning_rate": 1e-3, "muon_lr": 0.02, "muon_momentum": 0.95, "weight_decay": 0.1, "betas": (0.9, 0.99)
+        "learning_rate": 1e-3, "muon_lr": 0.02, "muon_momentum": 0.95, "weight_decay": 0.1,
+        "betas": (0.9, 0.99)
     }
     return make_optimizers(network, kind, **{**options, **changes})
 

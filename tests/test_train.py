@@ -256,13 +256,16 @@ def test_a_run_learns(norm, attention, optimizer):
     assert summary["val_loss"] < 0.9
 
 
-def test_twelve_post_norm_layers_do_not_diverge():
-    summary = train.main(
-        flags(n_layer=12, n_embd=48, max_iters=50, learning_rate=1e-3, norm="post", log_interval=5)
-    )
-    losses = [row["train/loss"] for row in read_rows()]
-    assert losses[-1] < losses[0] - 0.2 and max(losses) < losses[0] + 0.1
-    assert summary["val_loss"] < 2.8
+@pytest.mark.parametrize("n_layer", [12, 24])
+@pytest.mark.parametrize(
+    "rates", [{"learning_rate": 1e-3}, {"optimizer": "muon", "muon_lr": 0.02}], ids=["adamw", "muon"]
+)
+def test_many_post_norm_layers_do_not_diverge(n_layer, rates):
+    n_steps = 50 if n_layer == 12 else 36
+    summary = train.main(flags(n_layer=n_layer, max_iters=n_steps, norm="post", log_interval=4, **rates))
+    found = [row["train/loss"] for row in read_rows()]
+    assert found[-1] < found[0] - 0.1 and max(found) < found[0] + 0.1
+    assert summary["val_loss"] < found[0] - 0.1 and found[0] == pytest.approx(math.log(N_IDS), abs=0.2)
 
 
 # --- evaluation
@@ -374,11 +377,49 @@ def test_speed_does_not_depend_on_when_it_is_logged_PRF_4(monkeypatch, interval)
     assert (summary["train_seconds"], summary["tokens_per_sec"]) == pytest.approx((7.0, 128.0))
 
 
+def test_time_to_compile_is_not_in_the_speed_PRF_1(monkeypatch):
+    clock = FakeClock(monkeypatch)
+
+    def compile(network):
+        calls = []
+
+        def call(*args, **options):
+            calls.append(0)
+            clock.now += 1000.0 if len(calls) == 1 else 0.0
+            return network(*args, **options)
+
+        call.training, call.eval, call.train = True, network.eval, network.train
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile)
+    summary = train.main(flags(compile=True, max_iters=8))
+    assert (summary["train_seconds"], summary["tokens_per_sec"]) == pytest.approx((5.0, 128.0))
+    assert all(row["perf/step_ms"] == pytest.approx(1000.0) for row in read_rows(key="perf/step_ms"))
+
+
+@pytest.mark.parametrize("source", ["data sheet of L4", "measured matrix product"])
+def test_utilisation_is_the_flops_done_over_those_possible_PRF_5(monkeypatch, capsys, source):
+    FakeClock(monkeypatch)
+    monkeypatch.setattr(train, "peak_flops", lambda device, dtype: (2e8, source))
+    summary = train.main(flags(max_iters=8, vocab_size=40))
+    # per token: a multiply and an add per weight, and per number of 16 keys and values; three times that
+    # with backward: attention 2 x 4 x 32 x 32, feed-forward 2 x 8 x 32 x 32, output 32 x 40
+    flops = 3 * (2 * (2 * 4 * 32**2 + 2 * 8 * 32**2 + 32 * 40) + 4 * 2 * 32 * 16)
+    expected = flops * 128.0 / 2e8  # tokens per second of the clock
+    assert summary["mfu"] == pytest.approx(expected) and summary["mfu_peak"] == source
+    assert 0.05 < expected < 0.2
+    rows = read_rows(key="perf/mfu")
+    assert [row["step"] for row in rows] == [4, 5, 6, 7, 8]
+    assert [row["perf/mfu"] for row in rows] == pytest.approx([expected] * 5)
+    assert f"0.00 TFLOPS ({source})" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("n_steps", [1, 3])
 def test_a_run_too_short_for_the_clock_tells_no_speed(monkeypatch, capsys, n_steps):
     FakeClock(monkeypatch)
     summary = train.main(flags(max_iters=n_steps))
-    assert summary["train_seconds"] == 0.0 and summary["tokens_per_sec"] is None
+    assert summary["train_seconds"] == 0.0
+    assert summary["tokens_per_sec"] is None and summary["mfu"] is None
     assert "too few steps to tell tokens/s" in capsys.readouterr().out
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import ROOT  # noqa: F401 - it makes the modules importable
 from safetensors.torch import load_file
 from tqdm import tqdm
 
