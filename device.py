@@ -146,6 +146,11 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
+    try:  # Linux: getrusage would count what the parent held before this program was started
+        with open("/proc/self/status", encoding="utf-8") as f:
+            return next(1024 * int(line.split()[1]) for line in f if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
     try:
         import resource  # absent on Windows
     except ImportError:

@@ -1,11 +1,13 @@
 """Device, number format and clock, chosen and read without the machines that they are about."""
 
+import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import device
 from device import (
@@ -39,7 +41,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize("found", ["1.13.1", "2.4.1+cu121", "2.9.0", "2.12.9", "2.12.0a0+git123"])
-def test_an_old_torch_is_refused_with_both_versions_PLT_9(found):
+def test_an_old_torch_is_refused_with_both_versions_PLT_9_ATT_9(found):
     with pytest.raises(ValueError, match=r"too old: 2\.13 or newer is needed") as error:
         check_torch(found)
     assert found in str(error.value) and "pip install" in str(error.value) and "\n" not in str(error.value)
@@ -182,8 +184,21 @@ def test_peak_memory_is_of_the_device(monkeypatch):
     assert peak_memory_bytes(CUDA) == 123 and peak_memory_bytes(MPS) == 456
     here = peak_memory_bytes(CPU)
     assert 50 * 2**20 < here < 2**40  # PyTorch alone is more than 50 MiB
-    monkeypatch.setitem(sys.modules, "resource", None)  # Windows
+    # without /proc (macOS) the same from getrusage, which may count a larger parent's; without both (Windows) 0
+    monkeypatch.setattr(device, "open", lambda *args, **kwargs: (_ for _ in ()).throw(OSError), raising=False)
+    assert peak_memory_bytes(CPU) >= 0.9 * here
+    monkeypatch.setitem(sys.modules, "resource", None)
     assert peak_memory_bytes(CPU) == 0
+
+
+def test_peak_memory_is_not_that_of_the_parent():
+    """A program started by a larger one has a peak of its own (Linux)."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("getrusage is all there is")
+    held = torch.ones(2**27)  # 512 MiB
+    code = "import torch, device; print(device.peak_memory_bytes(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert held.nbytes > int(done.stdout) > 50 * 2**20
 
 
 # --- peak, memory that runs out, copies

@@ -847,7 +847,7 @@ def test_mistakes_end_the_program_with_one_line(work):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to another process")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_with_a_checkpoint(work, number):
+def test_a_signal_ends_the_run_with_a_checkpoint_CKP_12(work, number):
     with ended(program(*flags(max_iters=10**6, log_interval=1))) as process:
         log = Path("run/metrics.jsonl")
         wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") >= 3, process)
