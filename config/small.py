@@ -1,5 +1,5 @@
 # A GPT that learns Python from Python's own library, on a laptop without a GPU.
-n_layer = 3
+n_layer = 4
 n_head = 4
 n_embd = 128
 block_size = 256

@@ -184,7 +184,7 @@ def test_peak_memory_is_of_the_device(monkeypatch):
     assert peak_memory_bytes(CUDA) == 123 and peak_memory_bytes(MPS) == 456
     here = peak_memory_bytes(CPU)
     assert 50 * 2**20 < here < 2**40  # PyTorch alone is more than 50 MiB
-    # without /proc (macOS) the same from getrusage, which may count a larger parent's; without both (Windows) 0
+    # without /proc (macOS) getrusage, which may count a larger parent's; without both (Windows) 0
     monkeypatch.setattr(device, "open", lambda *args, **kwargs: (_ for _ in ()).throw(OSError), raising=False)
     assert peak_memory_bytes(CPU) >= 0.9 * here
     monkeypatch.setitem(sys.modules, "resource", None)
