@@ -5,14 +5,11 @@ n_embd = 128
 block_size = 256
 position = "rope"
 qk_norm = True
-tie_weights = False
 
 batch_size = 8
-max_iters = 850
+max_iters = 750
 optimizer = "muon"
 learning_rate = 1e-2
-muon_lr = 0.04
-muon_momentum = 0.9
+muon_lr = 0.02
 schedule = "linear"
 lr_floor = 0.0
-grad_clip = 0.0
