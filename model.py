@@ -446,8 +446,9 @@ class GPT(nn.Module):
         if logits_for != "none":
             logits = self.lm_head(x if logits_for == "all" else x[:, -1:])
         if targets is not None:
-            if logits_for == "all":
-                loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            if logits_for == "all" or not isinstance(self.lm_head, nn.Linear):  # an int8 layer isn't one
+                scores = logits if logits_for == "all" else self.lm_head(x)
+                loss = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten())
             else:
                 loss = next_token_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return logits, loss

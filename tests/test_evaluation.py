@@ -75,6 +75,13 @@ def test_eval_only_takes_the_newest_checkpoint_and_all_of_the_split_TRN_13(work,
     assert found["loss"] != summary["val_loss"]  # that was one window of 16
 
 
+def test_eval_only_tells_what_int8_weights_cost(work):
+    train.main(flags(max_iters=20, optimizer="muon"))
+    plain, int8 = evaluate_only(), evaluate_only(eval_weights="int8")
+    assert 0 < abs(int8["loss"] - plain["loss"]) < 0.01
+    assert evaluate_only(eval_weights="int8") == int8
+
+
 def test_eval_only_in_bfloat16_is_near_and_repeatable_TRN_13(work):
     summary = train.main(flags())
     first, second = evaluate_only(dtype="bfloat16"), evaluate_only(dtype="bfloat16")
