@@ -7,7 +7,7 @@ from model import GPTConfig, as_mha, estimate_n_params, kv_cache_bytes
 
 def lines(rows: dict[str, str]) -> str:
     """A label and a text per line."""
-    return "\n".join(f"{label:11} {text}" for label, text in rows.items())
+    return "\n".join(f"{label:10} {text}" for label, text in rows.items())
 
 
 def mebibytes(n: float) -> str:
@@ -42,7 +42,7 @@ def training_summary(s: dict[str, Any], untimed_steps: int) -> str:
     rows = {
         "trained": f"{s['steps']:,} steps, {s['tokens_seen']:,} tokens in {s['train_seconds']:.1f} s, "
         f"{speed} (without evaluation, saving and the first {untimed_steps} steps)",
-        "of the peak": "unknown" if s["mfu"] is None else f"{100 * s['mfu']:.0f} % ({s['mfu_peak']})",
+        "MFU": "unknown" if s["mfu"] is None else f"{100 * s['mfu']:.0f} % ({s['mfu_peak']})",
         "validation": loss,
         "memory": f"{mebibytes(s['peak_memory_bytes'])} at the peak",
         "KV cache": f"{s['kv_cache_bytes_per_token']:,} bytes per token for {s['attention']}, "

@@ -384,7 +384,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             f"{first if (c.micro_batch_size or 1) > 1 else ''}block_size, or the model's size"
         ) from error
     print(report.training_summary(summary, UNTIMED_STEPS))
-    print(f"next        python sample.py --out_dir={out_dir} --prompt=...")
+    print(f"next       python sample.py --out_dir={out_dir} --prompt=...")
     if summary["signal"]:
         sys.exit(128 + summary["signal"])
     return summary
