@@ -183,7 +183,7 @@ def generate(
         for row, prompt in enumerate(sight):
             seen[row, prompt] = True
 
-    def read(rows: list[int], copies: int = 1) -> tuple[Tensor, KVCache | None]:
+    def read(rows: list[int]) -> tuple[Tensor, KVCache | None]:
         """Prefill what the rows have in sight: the scores of the next token, and the cache to go on with."""
         idx, pad = pad_left([sight[row] for row in rows], device)
         if not kv_cache and pad is None:
