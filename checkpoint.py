@@ -11,6 +11,7 @@ moment leaves the previous checkpoint as it was.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -140,7 +141,7 @@ def load_checkpoint(
     try:
         with safe_open(place / FILES[0], framework="pt", device=str(device)) as f:
             names = list(f.keys())
-            found = sum(_numel(f.get_slice(name).get_shape()) for name in names)
+            found = sum(math.prod(f.get_slice(name).get_shape()) for name in names)
             if found != n_params:
                 raise ValueError(
                     f"{place}: config.json describes {n_params:,} parameters, model.safetensors has {found:,}"
@@ -214,13 +215,6 @@ def _verify(place: Path) -> None:
                 f"{file}: truncated or damaged, it does not match {MANIFEST}; "
                 "give another checkpoint folder of the run with --out_dir"
             )
-
-
-def _numel(shape: list[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:

@@ -22,6 +22,7 @@ from quantize import quantize_weights
 from report import sampling_summary
 from tracking import write_json
 
+CACHE_DTYPES = {**DTYPES, "int8": torch.int8}  # auto is none of them
 LARGE_MODEL_BYTES = 64 * 2**20  # of weights in float32; from here on --dtype=auto takes bfloat16 on a CPU
 
 
@@ -87,7 +88,7 @@ def make_report(c: SampleConfig, model: GPT, g: Generation, device: torch.device
     """The figures of one call, as --report writes them: tokens per second, seconds, bytes of the cache."""
     config, dtype = model.config, model.dtype
     n_tokens = min(g.prompt_tokens + c.max_new_tokens, config.block_size)
-    cache_dtype = torch.int8 if c.cache_dtype == "int8" else DTYPES.get(c.cache_dtype, dtype)
+    cache_dtype = CACHE_DTYPES.get(c.cache_dtype, dtype)
     formula, mha = (
         kv_cache_bytes(shape, n_tokens, cache_dtype, c.num_samples) for shape in (config, as_mha(config))
     )
@@ -180,7 +181,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         seed=c.seed,
         stop=c.stop,
         kv_cache=c.kv_cache,
-        cache_dtype=torch.int8 if c.cache_dtype == "int8" else DTYPES.get(c.cache_dtype),
+        cache_dtype=CACHE_DTYPES.get(c.cache_dtype),
         context_end=c.context_end,
         decoder=torch.compile(loaded.model, dynamic=True) if c.compile else None,
         show=show if c.stream else None,
