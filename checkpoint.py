@@ -3,10 +3,13 @@
     <out_dir>/checkpoints/step-000500/model.safetensors   the weights, clean names, a tied table once
                                       config.json         the model's fields, step, losses, the run's config
                                       tokenizer.json      the tokenizer
+                                      training.safetensors  for a resumed run: optimizers, progress
                                       manifest.json       format version, size and SHA-256 of each file above
+    <out_dir>/checkpoints/best                            the name of the folder with the best validation loss
 
 A save goes into a hidden folder beside its place, is flushed to disk, and is then renamed: a kill at any
-moment leaves the previous checkpoint as it was.
+moment leaves the previous checkpoint as it was. A checkpoint that is damaged is passed over for the one
+before it.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,13 +26,19 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.optim import Muon
 
 from model import GPT, GPTConfig, estimate_n_params, rope_tables
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no training state: it can be sampled from and evaluated, not resumed
 FILES = ("model.safetensors", "config.json", "tokenizer.json")
-MANIFEST = "manifest.json"
+TRAINING, MANIFEST, BEST = "training.safetensors", "manifest.json", "best"
+AVERAGES = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of AdamW, and of Muon
 MAX_SIZE = 2**20  # the largest layer count, width, context, ... that a file may ask for
+
+
+class Damaged(ValueError):
+    """A checkpoint that isn't what was saved: a file missing, cut short or changed."""
 
 
 @dataclass
@@ -56,15 +66,21 @@ def save_checkpoint(
     model: torch.nn.Module,
     tokenizer: dict[str, Any],
     info: dict[str, Any],
+    training: tuple[list[torch.optim.Optimizer], dict[str, Any]] | None = None,
     keep: int = 2,
+    best: bool = False,
 ) -> Path:
-    """Write the checkpoint of `step`, keep the newest `keep` of this run, and return its folder.
+    """Write the checkpoint of `step` and return its folder; keep the newest `keep` of this run, and the best.
 
-    Errors: OSError where the disk is full or may not be written; the checkpoints that were there stay.
+    `training`: the optimizers, and plain data about the progress, for `resume_training`. `best`: mark this
+    one as the best so far. Errors: OSError where the disk is full or may not be written; the checkpoints that
+    were there stay.
     """
     root = out_dir / "checkpoints"
     place, draft = root / f"step-{step:06d}", root / f".step-{step:06d}.{os.getpid()}"
-    if place.exists():
+    if (place / MANIFEST).exists():
+        if best:
+            _mark_best(root, place.name)
         return place
     root.mkdir(parents=True, exist_ok=True)
     for litter in root.glob(".step-*"):  # of a save that was killed
@@ -76,13 +92,19 @@ def save_checkpoint(
         state = clean_state_dict(model.state_dict())
         if config.tie_weights:
             state.pop("lm_head.weight")
-        try:
-            save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, draft / FILES[0])
-        except SafetensorError as error:  # it wraps the system's errors, a full disk among them
-            raise OSError(f"{draft / FILES[0]}: cannot be written ({error})") from None
+        _write_tensors(draft / FILES[0], state)
+        if training is not None:
+            optimizers, progress = training
+            averages = {
+                f"{n}.{index}.{kind}": tensor
+                for n, optimizer in enumerate(optimizers)
+                for index, kinds in optimizer.state_dict()["state"].items()
+                for kind, tensor in kinds.items()
+            }
+            _write_tensors(draft / TRAINING, averages, {"progress": json.dumps(progress)})
         _write_json(draft / FILES[1], {"model": asdict(config), "step": step, **info})
         _write_json(draft / FILES[2], tokenizer)
-        files = {name: _fingerprint(draft / name) for name in FILES}
+        files = {path.name: _fingerprint(path) for path in draft.iterdir()}
         _write_json(draft / MANIFEST, {"format": "headcount", "version": FORMAT_VERSION, "files": files})
         for path in draft.iterdir():
             _flush(path)
@@ -90,17 +112,62 @@ def save_checkpoint(
         _flush(root)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    if best:
+        _mark_best(root, place.name)
+    kept = best_checkpoint(out_dir)
     for old in list_checkpoints(out_dir)[:-keep]:
         # out of sight at once, so that a kill meanwhile leaves litter and not half a checkpoint
-        shutil.rmtree(old.rename(root / f".{old.name}"))
+        if old != kept:
+            shutil.rmtree(old.rename(root / f".{old.name}"))
     return place
+
+
+def _write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # it wraps the system's errors, a full disk among them
+        raise OSError(f"{path}: cannot be written ({error})") from None
+
+
+def _mark_best(root: Path, name: str) -> None:
+    draft = root / f".{BEST}.{os.getpid()}"
+    draft.write_text(name, encoding="utf-8")
+    _flush(draft)
+    os.replace(draft, root / BEST)
+
+
+def best_checkpoint(out_dir: Path) -> Path | None:
+    """The checkpoint with the best validation loss of a run's evaluations, if one is marked and there."""
+    try:
+        name = (out_dir / "checkpoints" / BEST).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    return next((place for place in list_checkpoints(out_dir) if place.name == name), None)
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = [path.parent for path in (out_dir / "checkpoints").glob(f"step-*/{MANIFEST}")]
+    return [place for place in step_folders(out_dir) if (place / MANIFEST).is_file()]
+
+
+def step_folders(out_dir: Path) -> list[Path]:
+    """Each step's folder with something in it, a checkpoint that lost its manifest too, oldest first."""
+    found = [place for place in (out_dir / "checkpoints").glob("step-*/") if any(place.iterdir())]
     ours = [place for place in found if place.name[5:].isdecimal()]  # not a copy that someone put aside
     return sorted(ours, key=lambda place: int(place.name[5:]))
+
+
+def set_aside(out_dir: Path, place: Path) -> None:
+    """Rename what comes after `place`, a checkpoint to resume from: damaged, and in the way of new ones."""
+    for later in step_folders(out_dir):
+        if int(later.name[5:]) > int(place.name[5:]):
+            name, n = f"damaged-{later.name[5:]}", 1
+            while later.with_name(name).exists():
+                name, n = f"damaged-{later.name[5:]}~{n}", n + 1
+            later.rename(later.with_name(name))
+            print(f"warning: {later} comes after it and is now {name}", file=sys.stderr)
 
 
 def newest_run(root: Path = Path("out")) -> Path:
@@ -118,22 +185,80 @@ def newest_run(root: Path = Path("out")) -> Path:
 def load_checkpoint(
     path: Path, device: torch.device | str = "cpu",
     dtype: torch.dtype | Callable[[GPTConfig], torch.dtype] = torch.float32,
+    which: Literal["last", "best"] = "last", to_resume: bool = False,
 ) -> Checkpoint:
-    """Load a run folder's newest checkpoint, or a checkpoint folder, on `device` with weights in `dtype`.
+    """Load a run folder's newest or best checkpoint, or a checkpoint folder, on `device` in `dtype`.
 
-    `dtype` may be a function that chooses it by the model's config. Errors: ValueError in one line for a file
-    that is missing, truncated, damaged or not ours. No code from a file runs.
+    One of a run that is damaged is passed over, with a warning, for the newest that is whole; `to_resume`:
+    with its training state. `dtype` may be a function that chooses it by the model's config. Errors:
+    ValueError in one line for a file that is missing, truncated, damaged or not ours. No code from a file
+    runs.
     """
-    place = path
-    if not (path / MANIFEST).is_file():
-        saved = list_checkpoints(path)
-        if not saved:
-            hint = "nothing was saved there" if path.is_dir() else "there is no such folder"
-            if (path / "ckpt.pt").exists():
-                hint = "it has a nanoGPT file, ckpt.pt, not ours"
-            raise ValueError(f"no checkpoint in {path}: {hint}")
-        place = saved[-1]
-    _verify(place)
+    if (path / MANIFEST).is_file():
+        return _load(path, device, dtype)
+    places = step_folders(path)[::-1]
+    if not places:
+        hint = "nothing was saved there" if path.is_dir() else "there is no such folder"
+        if (path / "ckpt.pt").exists():
+            hint = "it has a nanoGPT file, ckpt.pt, not ours"
+        raise ValueError(f"no checkpoint in {path}: {hint}")
+    best = best_checkpoint(path)
+    if which == "best":
+        if best is None:
+            raise ValueError(f"{path}: no checkpoint is marked as the best; use the last one")
+        places = [best, *(place for place in places if place != best)]
+    for place, older in zip(places, [*places[1:], None], strict=True):
+        try:
+            if to_resume:
+                _verify_training(place)
+            return _load(place, device, dtype)
+        except Damaged as error:
+            if older is None:
+                raise
+            print(f"warning: {error}; taking {older.name} instead", file=sys.stderr)
+    raise AssertionError("the last one returns or raises")
+
+
+def resume_training(place: Path, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Put the optimizers' averages back as they were, and return the progress that was saved with them.
+
+    Learning rates and the like stay as the optimizers have them now. Errors: ValueError in one line where the
+    file is missing, damaged, or belongs to other parameters.
+    """
+    file = place / TRAINING
+    _verify_training(place)
+    shapes = {
+        f"{n}.{index}": p.shape
+        for n, optimizer in enumerate(optimizers)
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
+    try:
+        with safe_open(file, framework="pt") as f:
+            progress = json.loads(f.metadata()["progress"])
+            for name in f.keys():  # noqa: SIM118 - not a dict
+                owner, kind = name.rsplit(".", 1)
+                piece, shape = f.get_slice(name), () if kind == "step" else shapes[owner]
+                if tuple(piece.get_shape()) != shape or piece.get_dtype() != "F32" or owner not in shapes:
+                    raise ValueError(name)
+                n, index = map(int, owner.split("."))
+                states[n].setdefault(index, {})[kind] = f.get_tensor(name)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if any(averages.keys() != AVERAGES[isinstance(optimizer, Muon)] for averages in state.values()):
+                raise ValueError
+            groups = optimizer.state_dict()["param_groups"]
+            if state and len(state) != sum(len(group["params"]) for group in groups):
+                raise ValueError  # none at all is what a run has whose every step was left out
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        raise ValueError(f"{file}: belongs to another model or optimizer") from None
+    return progress
+
+
+def _load(
+    place: Path, device: torch.device | str, dtype: torch.dtype | Callable[[GPTConfig], torch.dtype]
+) -> Checkpoint:
+    _verify(place, FILES)
     info, tokenizer = _read_json(place / FILES[1]), _read_json(place / FILES[2])
     config = _model_config(place, info.pop("model", None))
     # the file's own table of contents must agree with the config before anything is allocated
@@ -195,26 +320,31 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name}={value}: more than {MAX_SIZE:,}, which no model of this program has")
 
 
-def _verify(place: Path) -> None:
-    """Size and SHA-256 of each file against the manifest."""
+def _verify_training(place: Path) -> None:
+    """`_verify` for the training state; ValueError where the checkpoint was made without one."""
+    files = _read_json(place / MANIFEST).get("files")
+    if isinstance(files, dict) and TRAINING not in files:
+        raise ValueError(f"{place}: has no {TRAINING}, so it can be sampled from but not resumed")
+    _verify(place, (TRAINING,))
+
+
+def _verify(place: Path, names: tuple[str, ...]) -> None:
+    """Size and SHA-256 of the named files against the manifest."""
     manifest = _read_json(place / MANIFEST)
     if manifest.get("format") != "headcount":
-        raise ValueError(f"{place}: not a checkpoint of this project")
+        raise Damaged(f"{place}: not a checkpoint of this project")
     version = manifest.get("version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{place}: format version {version!r}, this program reads {FORMAT_VERSION}; update it"
+            f"{place}: format version {version!r}, this program reads up to {FORMAT_VERSION}; update it"
         )
     files = manifest.get("files")
-    for name in FILES:
+    for name in names:
         file, entry = place / name, files.get(name) if isinstance(files, dict) else None
         if not file.is_file():
-            raise ValueError(f"{file}: missing, the checkpoint is incomplete")
+            raise Damaged(f"{file}: missing, the checkpoint is incomplete")
         if entry != _fingerprint(file):
-            raise ValueError(
-                f"{file}: truncated or damaged, it does not match {MANIFEST}; "
-                "give another checkpoint folder of the run with --out_dir"
-            )
+            raise Damaged(f"{file}: truncated or damaged, it does not match {MANIFEST}")
 
 
 def _fingerprint(path: Path) -> dict[str, int | str]:
@@ -230,9 +360,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error})") from None
+        raise Damaged(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: not a JSON object")
+        raise Damaged(f"{path}: not a JSON object")
     return value
 
 

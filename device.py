@@ -12,6 +12,7 @@ import torch
 
 MIN_TORCH = (2, 13)  # torch.nn.functional.linear_cross_entropy arrived here; Muon in 2.9
 BF16_WIDTH = 256  # n_embd from which bfloat16 products save time in training on a CPU
+LARGE_MODEL_BYTES = 64 * 2**20  # of weights in float32; from here on generation on a CPU takes bfloat16
 PEAK_TFLOPS = {  # dense products in 16 bits
     "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
     "RTX 4090": 165, "V100": 125, "T4": 65,
@@ -62,6 +63,15 @@ def pick_dtype(want: str, device: torch.device, width: int = 0) -> torch.dtype:
     if device.type == "cpu" and width >= BF16_WIDTH and cpu_has_bfloat16():
         return torch.bfloat16
     return torch.float32
+
+
+def pick_generation_dtype(want: str, device: torch.device, n_params: int) -> torch.dtype:
+    """Number format of weights and cache for generation: `pick_dtype`, but on a CPU "auto" takes bfloat16 for
+    large models only. A model that fits into the processor's cache doesn't wait for memory."""
+    large = 4 * n_params > LARGE_MODEL_BYTES
+    if want == "auto" and device.type == "cpu" and large and cpu_has_bfloat16():
+        return torch.bfloat16
+    return pick_dtype(want, device)
 
 
 def compile_pays(device: torch.device) -> bool:
@@ -162,9 +172,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 class Stopwatch:
     """Seconds of work on a device; paused, so that evaluation and saving don't count as training."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
+    def __init__(self, device: torch.device, seconds: float = 0.0) -> None:
+        self.device, self.seconds = device, seconds
         self._since: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it counts now."""
+        return self._since is not None
 
     def start(self) -> None:
         """Begin or go on, unless it runs already; what the device was given before does not count."""

@@ -5,6 +5,7 @@ and with the clock.
 """
 
 import codecs
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ class Sampling:
     min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one; 0 is off
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # nor NaN
             raise ValueError(
                 f"temperature={self.temperature}: must be 0 (always the likeliest token) or more"
             )
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be positive, or 0 for off")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: must be above 0; 1 is off")
         for name in ("top_p", "min_p"):
             if not 0 <= getattr(self, name) <= 1:

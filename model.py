@@ -49,6 +49,7 @@ class GPTConfig:
     n_layer: int = 4  # blocks
     n_head: int = 4  # query heads per block
     n_embd: int = 128  # width of the model; each head gets n_embd / n_head of it
+    n_inner: int | None = None  # width inside the feed-forward; none takes 4 x n_embd
     attention: Literal["mha", "gqa", "mqa"] = "mha"  # how many KV heads: n_head, n_kv_head, or one
     n_kv_head: int | None = None  # for gqa, divides n_head; none takes the smallest divisor >= sqrt(n_head)
     norm: Literal["post", "pre"] = "post"  # norm(x + f(x)) as in 2017, or x + f(norm(x)) as in GPT-2
@@ -83,6 +84,9 @@ class GPTConfig:
                 f"= {self.head_dim} is odd"
             )
         self.n_kv_head = self._resolve_n_kv_head()
+        self.n_inner = 4 * self.n_embd if self.n_inner is None else self.n_inner
+        if self.n_inner < 1:
+            raise ValueError(f"n_inner={self.n_inner}: must be at least 1, or none for 4 x n_embd")
 
     def _resolve_n_kv_head(self) -> int:
         """`n_kv_head` as a number: H for mha, 1 for mqa, the given or default number of groups for gqa."""
@@ -313,12 +317,12 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Each token by itself: C -> 4C, GELU, 4C -> C."""
+    """Each token by itself: C -> n_inner (4C if not said otherwise), GELU, back to C."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -483,6 +487,15 @@ def as_mha(config: GPTConfig) -> GPTConfig:
     return replace(config, attention="mha", n_kv_head=None)
 
 
+def match_parameters(config: GPTConfig) -> GPTConfig:
+    """The same shape with a feed-forward so much wider that it has as many weights as with MHA.
+
+    Wider by D (H - Hkv): so many keys and as many values are missing, each with C weights, and each unit of
+    the feed-forward has C weights in and C out. Biases differ by as many numbers per layer, which is nothing.
+    """
+    return replace(config, n_inner=config.n_inner + config.head_dim * (config.n_head - config.n_kv_head))
+
+
 def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, (block_size, D / 2) each, fp32."""
     wavelength = ROPE_BASE ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
@@ -503,7 +516,7 @@ def estimate_n_params(config: GPTConfig) -> dict[str, int]:
     n_norm = 2 * L + (config.norm == "pre")
     parts = {
         "attention": L * (C * qkv + C * C + b * (qkv + C)),
-        "feed_forward": L * (8 * C * C + b * 5 * C),
+        "feed_forward": L * (2 * C * config.n_inner + b * (config.n_inner + C)),
         "embedding": C
         * (
             config.vocab_size * (1 if config.tie_weights else 2)
@@ -528,7 +541,7 @@ def kv_cache_bytes(
 def matmul_params(config: GPTConfig) -> int:
     """Weights that every token is multiplied with: attention, feed-forward and the output layer."""
     C, qkv = config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    return config.n_layer * (C * qkv + 9 * C * C) + C * config.vocab_size
+    return config.n_layer * (C * qkv + C * C + 2 * C * config.n_inner) + C * config.vocab_size
 
 
 def estimate_decode_flops_per_token(config: GPTConfig, context: int) -> int:

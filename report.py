@@ -1,8 +1,12 @@
 """What a run tells people, from the numbers it also writes as JSON."""
 
+from pathlib import Path
 from typing import Any
 
+from data.loader import TokenFile
+from data.prepare import Prepared
 from model import GPTConfig, as_mha, estimate_n_params, kv_cache_bytes
+from options import TrainConfig
 
 
 def lines(rows: dict[str, str]) -> str:
@@ -28,6 +32,28 @@ def describe_model(m: GPTConfig) -> dict[str, str]:
         "KV cache": f"{kv_cache_bytes(m, 1):,} bytes per token, {mebibytes(cache)} at full context in "
         f"float32; mha would need {mebibytes(mha)}, {mha / cache:.1f}x",
     }
+
+
+def training_plan(
+    c: TrainConfig, prepared: Prepared, train_tokens: TokenFile, val_tokens: TokenFile, machine: str,
+    folder: Path
+) -> str:
+    """What a run is going to do, said before it does it."""
+    seen = c.max_iters * c.tokens_per_step
+    micro = c.micro_batch_size or c.batch_size
+    return lines({
+        "data": f"{prepared.meta['source']}: {train_tokens.n_tokens:,} tokens to learn from, "
+        f"{val_tokens.n_tokens:,} held back, in {prepared.folder}",
+        "tokenizer": f"{prepared.tokenizer.kind}, {prepared.tokenizer.vocab_size:,} ids, "
+        f"{train_tokens.header['n_bytes'] / train_tokens.n_tokens:.2f} bytes per token",
+        **describe_model(c.model),
+        "step": f"{c.tokens_per_step:,} tokens = {micro} sequences x {c.batch_size // micro} "
+        f"micro-batches x {c.model.block_size} tokens; {c.optimizer}",
+        "run": f"{c.max_iters:,} steps, {seen:,} tokens, {seen / train_tokens.n_tokens:.1f} times through "
+        "the data",
+        "machine": machine,
+        "folder": f"{folder}",
+    })  # fmt: skip
 
 
 def training_summary(s: dict[str, Any], untimed_steps: int) -> str:

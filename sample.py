@@ -15,7 +15,7 @@ import torch
 import config as configuration
 from checkpoint import load_checkpoint, newest_run
 from data.tokenizer import EOT, Tokenizer
-from device import DTYPES, check_torch, cpu_has_bfloat16, pick_device, pick_dtype
+from device import DTYPES, check_torch, pick_device, pick_dtype, pick_generation_dtype
 from generation import Generation, Sampling, fit_context, generate
 from model import GPT, GPTConfig, as_mha, estimate_n_params, kv_cache_bytes
 from quantize import quantize_weights
@@ -23,7 +23,6 @@ from report import sampling_summary
 from tracking import write_json
 
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}  # auto is none of them
-LARGE_MODEL_BYTES = 64 * 2**20  # of weights in float32; from here on --dtype=auto takes bfloat16 on a CPU
 
 
 @dataclass
@@ -34,6 +33,7 @@ class SampleConfig:
     prompt_file: str | None = None  # read the prompt from this file instead; - is standard input
     allow_special: bool = False  # read <|endoftext|> in the prompt as the end-of-text id, not as plain text
     out_dir: str | None = None  # the run, or one of its checkpoints; none takes the newest run under out/
+    checkpoint: Literal["last", "best"] = "last"  # the run's newest, or the one with the best validation loss
 
     num_samples: int = 1  # texts to draw, in one batch
     max_new_tokens: int | None = None  # tokens to add at most; none takes 200, or what the context has left
@@ -130,17 +130,15 @@ def main(argv: list[str]) -> dict[str, Any]:
     c = parsed.config
     check_torch()
     device = pick_device(c.device)
-    wanted = pick_dtype(c.dtype, device)
 
     def choose_dtype(config: GPTConfig) -> torch.dtype:
-        # a model that fits into the processor's cache doesn't wait for memory, and is as fast in float32
-        large = 4 * estimate_n_params(config)["total"] > LARGE_MODEL_BYTES
-        auto = c.dtype == "auto" and device.type == "cpu" and large and cpu_has_bfloat16()
-        return torch.bfloat16 if auto else wanted
+        return pick_generation_dtype(c.dtype, device, estimate_n_params(config)["total"])
 
+    pick_dtype(c.dtype, device)  # refuses what the device can't do before anything is read
     if c.report:
         check_report(Path(c.report))
-    loaded = load_checkpoint(Path(c.out_dir) if c.out_dir else newest_run(), device, choose_dtype)
+    run = Path(c.out_dir) if c.out_dir else newest_run()
+    loaded = load_checkpoint(run, device, choose_dtype, c.checkpoint)
     tokenizer = Tokenizer.from_dict(loaded.tokenizer)
     if tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise ValueError(

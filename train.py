@@ -1,15 +1,18 @@
 """Train a GPT: python train.py config/small.py --attention=gqa
 
 The whole loop is in `train`, in sight. What a run needs is made first (data, model, optimizer), then told,
-then used. Everything lands in `out_dir`: checkpoints, metrics.jsonl, config.json, summary.json.
+then used. Everything lands in `out_dir`: checkpoints, metrics.jsonl, config.json, summary.json. The options
+are in options.py.
 """
 
+import hashlib
 import math
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +22,7 @@ from tqdm import tqdm
 import config as configuration
 import model as gpt
 import report
-from checkpoint import save_checkpoint
+from checkpoint import load_checkpoint, resume_training, save_checkpoint, set_aside, step_folders
 from data.loader import batch_starts, check_fits, get_batch, open_tokens
 from data.prepare import prepare
 from device import (
@@ -35,117 +38,59 @@ from device import (
     to_device,
 )
 from evaluation import evaluate, evaluate_run
+from measure import measure_decode
 from optim import make_optimizers, schedule
-from tracking import Interrupted, Tracker, make_room
+from options import TrainConfig, check_same_run, default_out_dir
+from tracking import Interrupted, Tracker, claim
 
 UNTIMED_STEPS = 3  # left out by the clock: the first steps fill caches and start threads
+LAST_TRIES = 0, 2, 10  # seconds to wait before each try to save the last checkpoint
+TIME_IS_UP = 75  # the exit code of --max_minutes: to be resumed
 
 
 @dataclass
-class TrainConfig:
-    """One training run."""
+class Progress:
+    """What a run knows of itself beside its weights and optimizers; saved with them, it goes on unchanged."""
 
-    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
-
-    # data
-    dataset: str = "python"  # python (its standard library), a text file or folder, or hub:owner/name
-    text_column: str = "text"  # the column that holds the text, where the data has columns
-    tokenizer: Literal["char", "bpe", "gpt2"] = "bpe"  # one id per character, trained byte pairs, or GPT-2's
-    bpe_size: int = 1024  # ids of the bpe tokenizer; 256 means bytes
-    val_fraction: float = 0.1  # share of the text that is only evaluated on
-
-    # steps
-    batch_size: int = 32  # sequences per step, over all micro-batches
-    micro_batch_size: int | None = None  # sequences per forward pass; none takes batch_size
-    max_iters: int = 1000  # steps
-    seed: int = 0  # of the initial weights, the order of the data and dropout; each has its own generator
-
-    # optimizer
-    optimizer: Literal["adamw", "muon"] = "adamw"  # for the matrices of the blocks; the rest has adamw
-    learning_rate: float = 1e-3  # adamw's peak
-    muon_lr: float = 0.02  # muon's peak
-    muon_momentum: float = 0.95  # muon's memory of the gradient; shorter runs want less
-    schedule: Literal["cosine", "linear"] = "cosine"  # how it falls from the peak; linear stays there first
-    warmup: float = 0.05  # share of the steps in which it rises
-    lr_floor: float = 0.1  # where it ends, as a share of the peak
-    lr_decay: float = 0.5  # share of the steps after warm-up in which linear falls
-    weight_decay: float = 0.1  # for matrices; norms and biases have none
-    beta1: float = 0.9  # adamw's memory of the gradient
-    beta2: float = 0.99  # adamw's memory of its square
-    grad_clip: float = 1.0  # largest norm of the gradient; 0 is off
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient of NaN or inf: stop, or leave it out
-    recompute: bool = False  # less memory: compute a block's activations again in backward
-
-    # looking and keeping
-    eval_interval: int = 250  # steps between evaluations; 0 evaluates at the end only
-    eval_windows: int | None = 100  # windows of the validation split per evaluation; none is all of it
-    final_eval_windows: int | None = None  # the same after the last step, unless there is a patience
-    eval_only: bool = False  # evaluate the newest checkpoint in out_dir on all of the split, and leave
-    eval_weights: Literal["plain", "int8"] = "plain"  # of eval_only: what 8-bit weights cost in loss
-    patience: int | None = None  # stop after so many evaluations without a better one, and keep the best
-    log_interval: int = 10  # steps between rows in metrics.jsonl
-    save_interval: int = 0  # steps between checkpoints; 0 saves at the end only
-    out_dir: str | None = None  # none takes out/<preset>, and what the flags change of the model
-
-    # wandb, beside metrics.jsonl
-    wandb: Literal["auto", "online", "offline", "off"] = "off"  # auto and online go offline if they have to
-    wandb_project: str = "headcount"  # where wandb puts the run
-    wandb_group: str | None = None  # runs that belong together, such as one study
-    wandb_run_name: str | None = None  # none is made of attention and seed: gqa-s0
-
-    # machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of products; the weights are float32
-    compile: bool | None = None  # torch.compile; none does on cuda, and goes on without if it fails
-    sdpa: Literal["auto", "math"] = "auto"  # math: the plain attention kernel, to rule out a fast one
-
-    def __post_init__(self) -> None:
-        def check(names: str, fits: Any, must: str) -> None:
-            for name in names.split():
-                if (value := getattr(self, name)) is not None and not fits(value):
-                    raise ValueError(f"{name}={value}: must be {must}")
-
-        check("batch_size max_iters log_interval", lambda x: x >= 1, "at least 1")
-        check("bpe_size", lambda x: x >= 256, "at least 256, the number of bytes")
-        optional = "micro_batch_size eval_windows final_eval_windows patience"
-        check(optional, lambda x: x >= 1, "at least 1, or none")
-        check("seed eval_interval save_interval weight_decay grad_clip", lambda x: x >= 0, "0 or more")
-        check("learning_rate muon_lr", lambda x: x > 0, "above 0")
-        check("beta1 beta2 muon_momentum warmup", lambda x: 0 <= x < 1, "at least 0 and below 1")
-        check("lr_floor lr_decay", lambda x: 0 <= x <= 1, "between 0 and 1")
-        check("val_fraction", lambda x: 0 < x < 1, "between 0 and 1")
-        if self.batch_size % (micro := self.micro_batch_size or 1):
-            divisors = (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
-            raise ValueError(
-                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={micro}: "
-                f"use micro_batch_size={min(divisors, key=lambda n: abs(n - micro))}"
-            )
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one step learns from."""
-        return self.batch_size * self.model.block_size
+    step: int = 0  # updates done
+    timed_steps: int = 0  # those that the clock has seen,
+    seconds: float = 0.0  # and their time
+    skipped: int = 0
+    n_micro: int = 1  # micro-batches of a step
+    val: dict[str, float] = field(default_factory=dict)  # the newest validation losses
+    best: float = math.inf  # the best validation loss,
+    best_step: int = 0  # its step,
+    waited: int = 0  # and evaluations since
+    owes_evaluation: bool = False  # it was due at this step, and left out to leave in time
+    batches: str = ""  # hash of every id learned from, in order: equal for equal data
 
 
-def default_out_dir(parsed: configuration.Parsed[TrainConfig]) -> Path:
-    """out/<preset>, plus each flag that makes it another model or other data: out/small-mqa."""
-    name = parsed.presets[-1].stem if parsed.presets else "default"
-    words = ("attention", "norm", "position", "tokenizer")
-    others = ("text_column", "bpe_size", "val_fraction", "optimizer", "seed")
-    for key, value in parsed.explicit.items():
-        if key == "dataset":
-            name += f"-{Path(str(value).rpartition(':')[2]).stem or 'data'}"
-        elif key in words or key in asdict(parsed.config.model) or key in others:
-            name += f"-{value}" if key in words else f"-{key}_{value}"
-    return Path("out", name.replace("/", "-"))
+def read_progress(saved: Any, step: Any, batch_size: int, place: Path) -> Progress:
+    """The progress that `resume_training` found. Errors: ValueError where no run can have come to it."""
+    found, usual = saved.get("progress") if isinstance(saved, dict) else None, asdict(Progress())
+    try:
+        fits = found.keys() == usual.keys() and found["step"] == step and isinstance(saved["scaler"], dict)
+        fits &= all(type(found[name]) is type(value) for name, value in usual.items())
+        fits &= all(0 <= x < 2**63 for x in found.values() if type(x) is int) and found["best"] > -math.inf
+        fits &= found["n_micro"] >= 1 and batch_size % found["n_micro"] == 0
+        fits &= 0 < found["seconds"] < math.inf or found["seconds"] == found["timed_steps"] == 0
+        fits &= all(type(x) is float for x in found["val"].values()) and found["batches"].isascii()
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError):
+        fits = False
+    if not fits:
+        raise ValueError(f"{place}: what it tells of the run's progress can't be; take another checkpoint")
+    return Progress(**found)
 
 
 def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     """Train one model and return its summary, which is also in `out_dir`/summary.json.
 
-    Errors: ValueError for data, sizes or numbers that can't work; OSError where `out_dir` can't be written.
+    With `c.resume`, the newest checkpoint in `out_dir`, if there is one, goes on: on a CPU to the same bits
+    as if it had never stopped. Errors: ValueError for data, sizes or numbers that can't work, or a folder in
+    use; OSError where `out_dir` can't be written.
     """
     check_torch()
+    began = time.monotonic()
     device = pick_device(c.device)
     dtype = pick_dtype(c.dtype, device, c.model.n_embd)
     machine = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
@@ -165,6 +110,7 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     val_tokens = open_tokens(prepared.val, c.model.vocab_size)
     check_fits(train_tokens, c.model.block_size, "train")
     check_fits(val_tokens, c.model.block_size, "val")
+    corpus = val_tokens.header["corpus_sha256"]
 
     network = gpt.GPT(c.model, torch.Generator().manual_seed(c.seed)).to(device)
     network.recompute = c.recompute
@@ -175,31 +121,29 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
         muon_momentum=c.muon_momentum, weight_decay=c.weight_decay, betas=(c.beta1, c.beta2)
     )
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    n_micro, seen = c.batch_size // (c.micro_batch_size or c.batch_size), c.max_iters * c.tokens_per_step
     peak, peak_source = peak_flops(device, dtype)
     flops_per_token = gpt.estimate_train_flops_per_token(c.model)
-    plan = {
-        "data": f"{prepared.meta['source']}: {train_tokens.n_tokens:,} tokens to learn from, "
-        f"{val_tokens.n_tokens:,} held back, in {prepared.folder}",
-        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, "
-        f"{train_tokens.header['n_bytes'] / train_tokens.n_tokens:.2f} bytes per token",
-        **report.describe_model(c.model),
-        "step": f"{c.tokens_per_step:,} tokens = {c.batch_size // n_micro} sequences x {n_micro} "
-        f"micro-batches x {c.model.block_size} tokens; {c.optimizer}",
-        "run": f"{c.max_iters:,} steps, {seen:,} tokens, {seen / train_tokens.n_tokens:.1f} times through "
-        "the data",
-        "machine": f"{device}, products in {machine['dtype']}, {torch.get_num_threads()} "
-        f"threads, compile {'on' if compiled else 'off'}, {peak / 1e12:.2f} TFLOPS ({peak_source})",
-        "folder": f"{out_dir}",
-    }
-    print(report.lines(plan), flush=True)
-    make_room(out_dir)
-    tracker = Tracker(out_dir, configuration.flatten(c))
+    computer = f"{device}, products in {machine['dtype']}, {torch.get_num_threads()} threads, compile "
+    computer += f"{'on' if compiled else 'off'}, {peak / 1e12:.2f} TFLOPS ({peak_source})"
+    print(report.training_plan(c, prepared, train_tokens, val_tokens, computer, out_dir), flush=True)
 
-    clock, window = Stopwatch(device), (0, 0.0)  # timed steps and seconds at the last row of the log
-    bad_step = torch.full((), -1, device=device)  # first step that was not finite; read when the log is due
-    step, val, last, skipped, saved = 0, dict[str, float](), False, 0, None
-    best, waited = math.inf, 0  # validation loss, and evaluations since
+    def resume() -> Progress:
+        """Weights, optimizers and position of the newest checkpoint that is whole."""
+        loaded = load_checkpoint(out_dir, device, to_resume=True)
+        check_same_run(configuration.flatten(c), loaded.info.get("run"), loaded.path)
+        if loaded.info.get("corpus_sha256") != corpus or loaded.tokenizer != tokenizer.to_dict():
+            raise ValueError(f"{loaded.path}: learned from another text than {c.dataset} is now; start anew")
+        saved = resume_training(loaded.path, optimizers)
+        progress = read_progress(saved, loaded.info.get("step"), c.batch_size, loaded.path)
+        network.load_state_dict(loaded.model.state_dict())
+        if scaler.is_enabled() and saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        set_aside(out_dir, loaded.path)
+        print(f"resumed    {loaded.path}", flush=True)
+        return progress
+
+    def out_of_patience() -> bool:
+        return c.patience is not None and run.waited >= c.patience
 
     def starts_of(step: int) -> np.ndarray:
         return batch_starts(train_tokens.n_tokens, c.model.block_size, c.seed, step, c.batch_size)
@@ -212,56 +156,102 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
             f"the data from tokens {windows}, ... of {prepared.train}"
         )
 
-    def forward_backward(starts: np.ndarray) -> torch.Tensor:
-        """Add up the gradients of a step, one micro-batch after the other; the mean loss."""
-        torch.manual_seed((c.seed * 1_000_003 + step) % 2**32)  # dropout; 32 bits: the CPU reads no more
+    def forward_backward(starts: np.ndarray) -> tuple[torch.Tensor, str]:
+        """Add up the gradients of a step, one micro-batch after the other: the mean loss, next `batches`."""
+        torch.manual_seed((c.seed * 1_000_003 + run.step) % 2**32)  # dropout; 32 bits: the CPU reads no more
         loss = torch.zeros((), device=device)
-        for rows in starts.reshape(n_micro, -1):
+        seen_ids = hashlib.sha256(run.batches.encode())
+        for rows in starts.reshape(run.n_micro, -1):
             x, y = get_batch(train_tokens, rows, c.model.block_size)
+            seen_ids.update(torch.cat([x, y[:, -1:]], dim=1).numpy().tobytes())
             with autocast(device, dtype):
                 _, micro_loss = model(to_device(x, device), to_device(y, device), logits_for="none")
-            scaler.scale(micro_loss / n_micro).backward()
-            loss += micro_loss.detach() / n_micro
-        return loss
+            scaler.scale(micro_loss / run.n_micro).backward()
+            loss += micro_loss.detach() / run.n_micro
+        return loss, seen_ids.hexdigest()
 
     def look(n_windows: int | None) -> dict[str, float]:
         found = evaluate(model, val_tokens, token_bytes, c.model.block_size, n_windows, device, dtype)
         if not math.isfinite(found["loss"]):
-            raise not_finite(step, "validation loss")
+            raise not_finite(run.step, "validation loss")
         row = {f"val/{name}": x for name, x in found.items()}
-        tracker.log(step, {"tokens": step * c.tokens_per_step, **row})
+        tracker.log(run.step, {"tokens": run.step * c.tokens_per_step, **row})
         return found
 
-    def save() -> Path:
-        corpus = val_tokens.header["corpus_sha256"]
-        about = {"val": val, "run": configuration.flatten(c), "corpus_sha256": corpus, **machine}
-        return save_checkpoint(out_dir, step, network, tokenizer.to_dict(), about)
+    def compare_with_best() -> bool:
+        """Evaluate in the middle of the run; whether it is the best so far."""
+        found = look(c.eval_windows)
+        bar.write(
+            f"step {run.step:,}: validation loss {found['loss']:.3f} nats per token, "
+            f"{found['bits_per_byte']:.3f} bits per byte"
+        )
+        better = found["loss"] < run.best
+        run.waited = 0 if better else run.waited + 1
+        run.best_step = run.step if better else run.best_step
+        run.best, run.owes_evaluation = min(run.best, found["loss"]), False
+        if better or not c.patience:
+            run.val = found  # what the newest checkpoint tells of itself
+        return better
 
-    with (
-        tracker,
-        Interrupted() as interrupted,
-        sdpa_kernel(SDPBackend.MATH) if c.sdpa == "math" else nullcontext(),
-        tqdm(total=c.max_iters, unit="step", mininterval=0.5 if sys.stderr.isatty() else 15) as bar,
-    ):
+    def save(best: bool = False) -> Path | None:
+        """The new checkpoint; on a full disk the one before it, and another try when the next one is due."""
+        about = {"val": run.val, "run": configuration.flatten(c), "corpus_sha256": corpus, **machine}
+        training = optimizers, {"progress": asdict(run), "scaler": scaler.state_dict()}
+        for wait in LAST_TRIES if last else (0,):
+            time.sleep(wait)
+            try:
+                tracker.flush()
+                return save_checkpoint(
+                    out_dir, run.step, network, tokenizer.to_dict(), about, training, c.keep_checkpoints, best
+                )
+            except OSError as error:
+                problem = error
+                bar.write(f"step {run.step:,} can't be saved: {error}; the last saved is {saved or 'none'}")
+        if last:
+            raise problem
+        return saved
+
+    with ExitStack() as held:
+        held.enter_context(claim(out_dir, keep=c.resume is not None))
+        run = resume() if c.resume and step_folders(out_dir) else Progress()
+        run.n_micro = c.batch_size // c.micro_batch_size if c.micro_batch_size else run.n_micro
+        saved: Path | None = step_folders(out_dir)[-1] if run.step else None
+        logged = run.step or None, run.owes_evaluation
+        tracker = held.enter_context(Tracker(out_dir, configuration.flatten(c), *logged))
+        interrupted = held.enter_context(Interrupted())
+        if c.sdpa == "math":
+            held.enter_context(sdpa_kernel(SDPBackend.MATH))
+        refresh = 0.5 if sys.stderr.isatty() else 15
+        bar = held.enter_context(tqdm(total=c.max_iters, initial=run.step, unit="step", mininterval=refresh))
+        clock = Stopwatch(device, run.seconds)
+        window = run.timed_steps, run.seconds  # at the last row of the log
+        bad_step = torch.full((), -1, device=device)  # first that was not finite; read when the log is due
+        first, last, saved_at, slowest_pause = run.step, run.step >= c.max_iters, time.monotonic(), 0.0
+        better = run.step == run.best_step > 0  # a kill may have come before it was marked
+        if run.owes_evaluation and not last:
+            better = compare_with_best()
+            last = out_of_patience()
+        if better and (c.keep_best or c.patience):
+            saved = save(best=True)
         while not last:
             lr_share = schedule(
-                step, n_steps=c.max_iters, warmup=round(c.warmup * c.max_iters), kind=c.schedule,
+                run.step, n_steps=c.max_iters, warmup=round(c.warmup * c.max_iters), kind=c.schedule,
                 floor=c.lr_floor, decay_share=c.lr_decay
             )
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["peak_lr"] * lr_share
             try:
-                if compiled and step == 0:
+                if compiled and run.step == first:
                     model = torch.compile(network)  # shows only in use whether it works here
                 # batch and dropout depend on (seed, step) alone: every variant sees the same batches
-                loss = forward_backward(starts_of(step))
+                loss, batches = forward_backward(starts_of(run.step))
             except Exception as error:
                 network.zero_grad(set_to_none=True)
-                full = is_out_of_memory(error)
-                if full and c.micro_batch_size is None and n_micro < c.batch_size:
-                    n_micro = next(n for n in range(n_micro + 1, c.batch_size + 1) if c.batch_size % n == 0)
-                    bar.write(f"out of memory: on with {n_micro} micro-batches, the same step in less room")
-                elif compiled and step == 0 and not (full or isinstance(error, ValueError)):
+                full, n = is_out_of_memory(error), run.n_micro
+                if full and c.micro_batch_size is None and n < c.batch_size:
+                    run.n_micro = next(m for m in range(n + 1, c.batch_size + 1) if c.batch_size % m == 0)
+                    bar.write(f"out of memory: on with {run.n_micro} micro-batches, the same step")
+                elif compiled and run.step == first and not (full or isinstance(error, ValueError)):
                     cause = (str(error).strip() or type(error).__name__).splitlines()[0]
                     if c.compile:
                         raise ValueError(f"--compile=True failed: {cause}; leave it out") from error
@@ -275,99 +265,122 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
             grad_norm = torch.nn.utils.clip_grad_norm_(network.parameters(), c.grad_clip or math.inf)
             finite = torch.isfinite(loss) & (torch.isfinite(grad_norm) | scaler.is_enabled())
             if c.on_nonfinite == "skip" and not finite:  # this alone waits for the device in each step
-                skipped += 1
-                bar.write(f"step {step + 1}: loss or gradient is not finite, left out ({skipped} so far)")
+                run.skipped += 1
+                so_far = f"{run.skipped} so far"
+                bar.write(f"step {run.step + 1}: loss or gradient is not finite, left out ({so_far})")
             else:
-                bad_step = torch.where(finite | (bad_step >= 0), bad_step, step + 1)
+                bad_step = torch.where(finite | (bad_step >= 0), bad_step, run.step + 1)
                 for optimizer in optimizers:
                     scaler.step(optimizer)
             network.zero_grad(set_to_none=True)
             scaler.update()
-            step += 1
+            run.step, run.batches = run.step + 1, batches
+            run.timed_steps += clock.running
             bar.update()
 
-            last = step == c.max_iters or bool(interrupted.signal)
+            left = math.inf if c.max_minutes is None else 60 * c.max_minutes - (time.monotonic() - began)
+            time_is_up = left < 1 + 2 * slowest_pause  # what is left is for the last save
+            last = run.step == c.max_iters or bool(interrupted.signal) or time_is_up
             log_due, eval_due, save_due = (
-                bool(interval) and step % interval == 0
+                bool(interval) and run.step % interval == 0
                 for interval in (c.log_interval, c.eval_interval, c.save_interval)
             )
             if log_due or eval_due or save_due or last:
-                seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
+                paused_at, run.seconds = time.monotonic(), clock.pause()
                 if bad_step >= 0:
                     raise not_finite(int(bad_step), "loss or gradient")
                 row = {
-                    "tokens": step * c.tokens_per_step,
+                    "tokens": run.step * c.tokens_per_step,
                     "train/loss": loss.item(),
                     "train/grad_norm": grad_norm.item(),
                     "train/lr": c.learning_rate * lr_share,
-                    "perf/train_seconds": seconds,
+                    "perf/train_seconds": run.seconds,
                     "perf/peak_memory_bytes": peak_memory_bytes(device),
                 }
-                if timed > window[0]:  # the clock ran since the last row
-                    row["perf/step_ms"] = 1e3 * (seconds - window[1]) / (timed - window[0])
+                if run.timed_steps > window[0]:  # the clock ran since the last row
+                    row["perf/step_ms"] = 1e3 * (run.seconds - window[1]) / (run.timed_steps - window[0])
                     row["perf/tokens_per_sec"] = 1e3 * c.tokens_per_step / row["perf/step_ms"]
                     row["perf/mfu"] = flops_per_token * row["perf/tokens_per_sec"] / peak
-                window = (timed, seconds)
-                tracker.log(step, row)
+                window = run.timed_steps, run.seconds
+                tracker.log(run.step, row)
                 bar.set_postfix_str(
                     f"loss {row['train/loss']:.3f}, grad norm {row['train/grad_norm']:.2f}"
                     + (f", {row['perf/tokens_per_sec']:,.0f} tokens/s" if "perf/step_ms" in row else ""),
                     refresh=False
                 )
+                better = False
+                run.owes_evaluation = eval_due and last and run.step < c.max_iters
                 if eval_due and not last:
-                    found = look(c.eval_windows)
-                    bar.write(
-                        f"step {step:,}: loss {loss.item():.3f}, validation loss {found['loss']:.3f} nats "
-                        f"per token, {found['bits_per_byte']:.3f} bits per byte"
-                    )
-                    waited = 0 if found["loss"] < best else waited + 1
-                    best = min(best, found["loss"])
-                    if not (c.patience and waited):
-                        val = found  # what the newest checkpoint tells of itself
-                    if c.patience and not waited:
-                        saved = save()
-                    last = waited == c.patience
-                if save_due and not last and not c.patience:
-                    saved = save()
-            if step >= UNTIMED_STEPS:
+                    better = compare_with_best()
+                    last = out_of_patience()
+                save_due |= bool(c.save_minutes) and time.monotonic() - saved_at >= 60 * c.save_minutes
+                save_best = better and (c.keep_best or bool(c.patience))
+                if save_best or (save_due and not last and not c.patience):
+                    saved, saved_at = save(save_best), time.monotonic()
+                slowest_pause = max(slowest_pause, time.monotonic() - paused_at)
+            if run.step - first >= UNTIMED_STEPS:
                 clock.start()
         # still where a signal is held back: what was learned is not lost to an impatient Ctrl-C
-        seconds, timed = clock.pause(), max(0, step - UNTIMED_STEPS)
-        keep = not (c.patience and saved)
-        if not interrupted.signal and waited != c.patience:
+        run.seconds, keep = clock.pause(), not (c.patience and saved)
+        finished = run.step == c.max_iters or out_of_patience()
+        last_look = run.step == c.max_iters and not out_of_patience()
+        last_look &= run.step > first or run.owes_evaluation
+        run.owes_evaluation |= last_look and bool(interrupted.signal)
+        if last_look and not interrupted.signal:
             found = look(c.eval_windows if c.patience else c.final_eval_windows)  # as those it is up against
-            keep = keep or found["loss"] < best
-            val = found if keep else val
-        if keep:
+            keep = keep or found["loss"] < run.best
+            run.val = found if keep else run.val
+        if keep and run.step > first:
             saved = save()
-    summary = {
-        **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
-        "n_params": gpt.estimate_n_params(c.model)["total"],
-        "steps": step,
-        "tokens_seen": step * c.tokens_per_step,
-        "train_seconds": seconds,
-        "tokens_per_sec": timed * c.tokens_per_step / seconds if timed else None,
-        **{f"val_{name}": val.get(name) for name in ("loss", "bits_per_byte", "perplexity")},
-        "peak_memory_bytes": peak_memory_bytes(device),
-        "kv_cache_bytes_per_token": gpt.kv_cache_bytes(c.model, 1),
-        "kv_cache_bytes_full_context": gpt.kv_cache_bytes(c.model, c.model.block_size),
-        "kv_cache_bytes_full_context_mha": gpt.kv_cache_bytes(gpt.as_mha(c.model), c.model.block_size),
-        **machine,
-        "seed": c.seed,
-        "mfu": flops_per_token * timed * c.tokens_per_step / seconds / peak if timed else None,
-        "mfu_peak": peak_source,
-        "skipped_steps": skipped,
-        "checkpoint": str(saved),
-        "signal": interrupted.signal,
-    }
-    tracker.finish(summary)
-    return summary
+        rate = run.timed_steps * c.tokens_per_step / run.seconds if run.timed_steps else 0.0
+        summary = {
+            **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
+            "n_params": gpt.estimate_n_params(c.model)["total"],
+            "steps": run.step,
+            "tokens_seen": run.step * c.tokens_per_step,
+            "train_seconds": run.seconds,
+            "tokens_per_sec": rate or None,
+            **{f"val_{name}": run.val.get(name) for name in ("loss", "bits_per_byte", "perplexity")},
+            "peak_memory_bytes": peak_memory_bytes(device),
+            "kv_cache_bytes_per_token": gpt.kv_cache_bytes(c.model, 1),
+            "kv_cache_bytes_full_context": gpt.kv_cache_bytes(c.model, c.model.block_size),
+            "kv_cache_bytes_full_context_mha": gpt.kv_cache_bytes(gpt.as_mha(c.model), c.model.block_size),
+            **machine,
+            "seed": c.seed,
+            "mfu": flops_per_token * rate / peak if rate else None,
+            "mfu_peak": peak_source,
+            "skipped_steps": run.skipped,
+            "checkpoint": str(saved),
+            "finished": finished,
+            "signal": interrupted.signal,
+            "micro_batch_size": c.batch_size // run.n_micro,
+            "batches_sha256": run.batches,
+        }
+        if c.measure_decode and finished:
+            summary |= measure_decode(network, device)
+        tracker.finish(summary)
+        return summary
+
+
+def stored_options(flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The options of the run that --resume=FOLDER names: what flags don't say, stays as it was."""
+    folder = flags.get("resume")
+    if folder in (None, "auto"):
+        return "", {}
+    loaded = load_checkpoint(Path(folder))
+    if flags.get("out_dir") and Path(flags["out_dir"]) != Path(folder):
+        raise ValueError(f"--out_dir={flags['out_dir']}: a resumed run stays in its folder, {folder}")
+    if loaded.path == Path(folder):
+        raise ValueError(f"--resume={folder}: give the run's folder, {loaded.path.parents[1]}")
+    if not isinstance(loaded.info.get("run"), dict):
+        raise ValueError(f"{loaded.path}: its config.json does not say how it was trained")
+    return str(loaded.path), {**loaded.info["run"], "resume": folder, "out_dir": folder}
 
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Read the options, train, report; exit code 128 + signal where one ended the run."""
     about = "Train a GPT. Presets are files: python train.py config/small.py"
-    parsed = configuration.parse(argv, TrainConfig, prog="train.py", description=about)
+    parsed = configuration.parse(argv, TrainConfig, prog="train.py", description=about, stored=stored_options)
     c = parsed.config
     out_dir = Path(c.out_dir) if c.out_dir else default_out_dir(parsed)
     if c.eval_only:
@@ -387,6 +400,9 @@ def main(argv: list[str]) -> dict[str, Any]:
     print(f"next       python sample.py --out_dir={out_dir} --prompt=...")
     if summary["signal"]:
         sys.exit(128 + summary["signal"])
+    if not summary["finished"]:
+        print(f"time is up: python train.py --resume={out_dir} goes on", file=sys.stderr)
+        sys.exit(TIME_IS_UP)
     return summary
 
 

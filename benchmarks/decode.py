@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +20,19 @@ import torch
 from tqdm import tqdm
 
 import config as configuration
-from benchmarks.measure import interleaved, machine, measure_read_bandwidth, seconds, table
 from device import DTYPES, check_torch, pick_device, pick_dtype
-from generation import decode, prefill
-from model import GPT, GPTConfig, KVCache, estimate_decode_bytes_per_token, kv_cache_bytes, matmul_params
+from generation import prefill
+from measure import (
+    decode_step,
+    interleaved,
+    machine,
+    measure_prefill,
+    measure_read_bandwidth,
+    table,
+)
+from model import GPT, GPTConfig, estimate_decode_bytes_per_token, kv_cache_bytes, matmul_params
 from quantize import quantize_weights
 
-MOST_PREFILL_TOKENS = 8192  # per measurement; more take minutes on a CPU and tell nothing new
 COLUMNS = {
     "attention": "", "n_kv_head": "d", "batch": "d", "context": "d", "weights": "",
     "prefill_tokens_per_sec": ",.0f", "decode_tokens_per_sec": ",.1f", "step_ms": ".2f",
@@ -52,31 +57,6 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats}: must be at least 1")
-
-
-def filled_cache(
-    config: GPTConfig, batch: int, context: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """A cache with `context` random tokens in it and room for one more."""
-    cache = KVCache(config, batch, context + 1, dtype, device)
-    for store in (cache.k, cache.v):
-        for layer in store:  # layer by layer: random numbers of the whole would be twice the memory
-            layer.normal_()
-    cache.length = context
-    return cache
-
-
-def decode_step(model: GPT, batch: int, context: int, dtype: torch.dtype) -> Callable[[], object]:
-    """One decode step of ours at a fixed context, to be called again and again."""
-    device = next(model.parameters()).device
-    cache = filled_cache(model.config, batch, context, dtype, device)
-    last = torch.zeros(batch, dtype=torch.long, device=device)
-
-    def step() -> None:
-        cache.length = context
-        decode(model, last, cache)
-
-    return step
 
 
 def hf_model(config: GPTConfig, dtype: torch.dtype, device: torch.device) -> Any:
@@ -149,12 +129,7 @@ def measure_kind(
         if hf is not None:
             sides["hf"] = hf_step(hf, config, batch, context, dtype)
         taken = interleaved(sides, c.repeats * (3 if batch == 1 else 1), device)
-        prefill_rate = None
-        if batch * context <= MOST_PREFILL_TOKENS:
-            idx = torch.zeros(batch, context, dtype=torch.long, device=device)
-            cache = KVCache(config, batch, context, dtype, device)
-            spent = seconds(partial(prefill, model, idx, cache), device)
-            prefill_rate = batch * context / spent
+        prefill_rate = measure_prefill(model, batch, context, dtype)
         limit = estimate_decode_bytes_per_token(config, context, batch, dtype) / bandwidth
         rows.append({
             "attention": config.attention, "n_kv_head": config.n_kv_head, "batch": batch, "context": context,

@@ -26,10 +26,10 @@ import torch
 from tqdm import tqdm
 
 import config as configuration
-from benchmarks.measure import interleaved, machine, table
 from data.loader import batch_starts, eval_batches, open_tokens
 from data.prepare import prepare
 from device import DTYPES, Stopwatch, autocast, check_torch, peak_memory_bytes, pick_device, pick_dtype
+from measure import interleaved, machine, table
 from model import GPT, GPTConfig
 from optim import make_optimizers
 from train import TrainConfig, train

@@ -30,6 +30,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 T = TypeVar("T")
 _HERE = Path(__file__).resolve().parent
 _INT_LIMIT = 2**63  # torch and numpy hold integers in 64 bits
+_LONGEST_CHAIN = 20  # presets that start one from the other
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -62,12 +63,17 @@ class _Option:
         return (", ".join(self.choices) or names[self.kind]) + " or None" * self.optional
 
 
-def parse(argv: Sequence[str], schema: type[T], *, prog: str, description: str) -> Parsed[T]:
+def parse(
+    argv: Sequence[str], schema: type[T], *, prog: str, description: str,
+    stored: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
+) -> Parsed[T]:
     """Turn `[PRESET ...] [--key=value ...]` into a `schema`, a dataclass; nested ones count as part of it.
 
     Forms: `--key value`, `--key=value`, `_` or `-` between words; for True / False also `--key`, `--no_key`.
     The last of two equal flags wins. Text stays as typed, except that `None` or `none` unsets an option that
     may be None; text that looks like a flag needs the `=` form. Integers may be written `1e3` or `1_000`.
+    `stored` may find values that come before presets and flags, such as those of a run to resume: given the
+    flags, it returns where they are from, for messages, and the values.
 
     Errors: ValueError, one line, for any mistake of the user. SystemExit(0) after `--help`, which shows
     the values of the presets before it as defaults.
@@ -91,11 +97,40 @@ def parse(argv: Sequence[str], schema: type[T], *, prog: str, description: str) 
             presets.append(_find_preset(token))
 
     values: dict[str, Any] = {}
+    if stored and not wants_help:
+        source, found = stored(explicit)
+        values = {key: _check(_find_option(options, key, source), value, f"{source}: {key}")
+                  for key, value in found.items()}  # fmt: skip
     for path in presets:
         values |= _read_preset(path, options)
     if wants_help:
         _print_help(schema, values, prog, description)
     return Parsed(_build(schema, values | explicit), presets, explicit)
+
+
+def split_lists(
+    argv: Sequence[str], schema: type, always: Sequence[str] = ()
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Take the flags with several values, `--norm=post,pre`, out of a command line, and `always` those named.
+
+    Returns the rest, and the values as they were typed, by key, each once. They are checked when `parse` sees
+    them one at a time. A comma in an option of free text is a character like any other.
+    """
+    options, rest, lists, tokens = _options(schema), list[str](), dict[str, list[str]](), list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        flag = _FLAG.fullmatch(token)
+        key = flag[1].replace("-", "_") if flag else ""
+        apart = flag is not None and flag[2] is None and bool(tokens)  # --key value
+        text = tokens[0] if apart else (flag and flag[2]) or ""
+        option = options.get(key)
+        is_list = "," in text and option is not None and (option.kind is not str or bool(option.choices))
+        if text and (is_list or key in always):
+            lists[key] = list(dict.fromkeys(text.split(",")))
+            del tokens[: int(apart)]
+        else:
+            rest.append(token)
+    return rest, lists
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -318,6 +353,8 @@ def _read_preset(path: Path, options: dict[str, _Option], chain: tuple[Path, ...
     """Checked values of a preset file and of the one it starts from. `chain`: the files that led here."""
     if path.resolve() in chain:
         raise ValueError(f"{path} starts from itself through `base`")
+    if len(chain) == _LONGEST_CHAIN:
+        raise ValueError(f"{path} is one `base` too many: at most {_LONGEST_CHAIN} in a row")
     chain += (path.resolve(),)
     names: dict[str, Any] = {}  # everything set so far in this file
     values: dict[str, Any] = {}  # the options among it
@@ -379,6 +416,8 @@ def _evaluate(node: ast.expr, names: dict[str, Any], line: str) -> Any:
         raise ValueError(f"{line}: arithmetic needs numbers, not {_show(left)} and {_show(right)}")
     try:
         # 9**9**9 would keep Python busy for ever, and no option needs more than 64 bits.
+        if any(type(x) is int and abs(x) >= _INT_LIMIT for x in (left, right)):
+            raise OverflowError
         if isinstance(node.op, ast.Pow) and type(left) is type(right) is int and abs(left) > 1 and right > 64:
             raise OverflowError
         result = _ARITHMETIC[type(node.op)](left, right)

@@ -25,6 +25,7 @@ from data.loader import VERSION, open_tokens, write_tokens
 from data.sources import Corpus, corpus_fingerprint, load_corpus
 from data.tokenizer import Tokenizer, bpe_tokenizer, char_tokenizer, gpt2_tokenizer
 
+FILES = ("train.bin", "val.bin", "tokenizer.json")  # meta.json has the hash of each
 SPLIT_SEED = 1337
 CHUNK = 1 << 20  # characters: longer documents are encoded in pieces of about this size
 BATCH = 4 << 20  # characters handed to tiktoken's threads at a time; bounds the memory needed
@@ -58,7 +59,7 @@ def prepare(
     ValueError, one line, for data or settings that cannot be used and for a disk that cannot take the files.
     """
     if tokenizer not in ("char", "bpe", "gpt2"):
-        raise ValueError(f"--tokenizer={tokenizer}: expected char, bpe or gpt2")
+        raise ValueError(f"--tokenizer={' '.join(tokenizer.split())}: expected char, bpe or gpt2")
     if not 0.0 < val_fraction < 1.0:
         raise ValueError(f"--val_fraction={val_fraction}: expected a number between 0 and 1, such as 0.1")
     name, _, fingerprint = corpus_fingerprint(dataset)
@@ -71,7 +72,7 @@ def prepare(
         "version": VERSION,
     }
     folder = Path(data_dir) / _folder_name(name, settings)
-    if found := load_prepared(folder):
+    if found := load_prepared(folder, settings):
         log(f"data: {folder}, prepared before: {_counts(found.meta)}")
         return found
 
@@ -84,7 +85,7 @@ def prepare(
         _remove_stale(folder)
         temporary.mkdir()
         _write(corpus, settings, temporary)
-        _move_into_place(temporary, folder)
+        _move_into_place(temporary, folder, settings)
     except OSError as error:
         raise ValueError(
             f"{folder}: cannot be written ({error.strerror or error}): "
@@ -92,22 +93,32 @@ def prepare(
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after a failure or Ctrl-C nothing half-written stays
-    prepared = load_prepared(folder)
+    prepared = load_prepared(folder, settings)
     assert prepared, "what was just written can be read"
     log(f"data: {folder}, from {corpus.source}: {_counts(prepared.meta)}")
     return prepared
 
 
-def load_prepared(folder: Path) -> Prepared | None:
-    """The prepared data set in a folder, or None when it is not there, not whole or of another format."""
+def load_prepared(folder: Path, settings: dict[str, Any] | None = None) -> Prepared | None:
+    """The prepared data set in a folder, or None when it is not there, not whole, damaged, of another format,
+    or made with other settings than those given.
+
+    Reads each file to the end, at more than 1 GB/s where the disk can: a wrong token would go unnoticed.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        if any(meta[key] != value for key, value in (settings or {}).items()):
+            return None
+        if any(_sha256(folder / name) != meta["sha256"][name] for name in FILES):
+            return None
         made_by = Tokenizer.from_dict(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         for split in ("train", "val"):
             with open_tokens(folder / f"{split}.bin", made_by.vocab_size) as tokens:
                 if tokens.header != meta[split] or tokens.header["tokenizer_hash"] != made_by.hash:
                     return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                if not tokens.n_tokens or not isinstance(meta["source"], str):
+                    return None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return Prepared(folder, made_by, folder / "train.bin", folder / "val.bin", meta)
 
@@ -175,6 +186,7 @@ def _write(corpus: Corpus, settings: dict[str, Any], folder: Path) -> None:
         headers[split] = write_tokens(folder / f"{split}.bin", parts, tokenizer.vocab_size, about)
     _write_json(folder / "tokenizer.json", tokenizer.to_dict())
     meta = dict(settings, source=corpus.source, notes=list(corpus.notes), characters=sum(lengths), **headers)
+    meta["sha256"] = {name: _sha256(folder / name) for name in FILES}
     _write_json(folder / "meta.json", meta)
 
 
@@ -249,6 +261,11 @@ def _counts(meta: dict[str, Any]) -> str:
     )
 
 
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         json.dump(value, file, indent=1, sort_keys=True)
@@ -263,11 +280,11 @@ def _remove_stale(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _move_into_place(temporary: Path, folder: Path) -> None:
+def _move_into_place(temporary: Path, folder: Path, settings: dict[str, Any]) -> None:
     try:
         temporary.replace(folder)
     except OSError:
-        if load_prepared(folder):
+        if load_prepared(folder, settings):
             return  # another process was first: its files are the same
         if not folder.exists():
             raise

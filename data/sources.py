@@ -6,14 +6,16 @@ the library's own text reader turns "\\r\\n" into "\\n". Local data never needs 
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
+import json
 import os
 import platform
 import re
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from typing import Any
 KNOWN = (
     "python (the standard library's source), a text file, folder, .jsonl/.json/.csv/.parquet, hub:owner/name"
 )
-TABLES = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
 STDLIB_SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 HUB = re.compile(r"hub:([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 
@@ -109,9 +111,15 @@ def read_text(path: Path) -> str:
 
 
 def _find(dataset: str) -> Path:
-    path = Path(dataset).expanduser()
-    if path.is_file() or path.is_dir():
+    try:
+        path = Path(dataset).expanduser()
+    except RuntimeError:  # ~name/ of a user that this machine does not have
+        path = Path(dataset)
+    if path.is_dir():
         return path.resolve()
+    if path.is_file():  # its own name even where it is a link: the ending says how it is read
+        return path.parent.resolve() / path.name
+    dataset = " ".join(dataset.split())  # for a message of one line
     if "://" in dataset:
         raise ValueError(f"--dataset={dataset}: nothing is downloaded by address: fetch it and pass its path")
     if dataset.startswith("hub:"):
@@ -186,20 +194,105 @@ def _from_files(root: Path, files: list[Path]) -> tuple[Sequence[str], tuple[str
 
 
 def _from_table(path: Path, text_column: str) -> Sequence[str]:
-    datasets = _datasets()
-    read = getattr(datasets.Dataset, TABLES[path.suffix.lower()])
-    # In a csv the words NA and null are text like any other.
-    options = {"keep_default_na": False} if path.suffix.lower() == ".csv" else {}
     if path.stat().st_size == 0:
         raise ValueError(f"{path}: is empty: nothing to learn")
+    kind = path.suffix.lower()
+    if kind != ".parquet":
+        texts = (_from_csv if kind == ".csv" else _from_json)(path, text_column)
+        try:
+            return _as_dataset(texts)
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(error.object[error.start]):04X}"
+            raise ValueError(f"{path}: a text has a lone surrogate {code}, which is no character") from None
+    datasets = _datasets()
     # The Dataset.from_* readers ask nothing of the network, while load_dataset counts downloads there.
     with tempfile.TemporaryDirectory() as cache:
         try:
-            table = read(str(path), cache_dir=cache, keep_in_memory=True, **options)
-        except Exception as error:  # pyarrow's, pandas' or datasets': not such a table
+            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+        except Exception as error:  # pyarrow's or datasets': not such a table
             cause = _first_line(error.__cause__ or error)
-            raise ValueError(f"{path}: cannot be read as {path.suffix[1:].lower()} ({cause})") from None
+            raise ValueError(f"{path}: cannot be read as parquet ({cause})") from None
     return _column(table, text_column, str(path))
+
+
+def _from_csv(path: Path, text_column: str) -> list[str]:
+    """The texts of a file whose first row has the names. ValueError for a row that has more cells, or fewer.
+
+    By Python's reader: pandas' makes the first column an index where rows are longer than the header, which
+    moves each name by one, and where 10,000 rows hold nothing but numbers it turns 007 into 7.
+    """
+    csv.field_size_limit(2**31 - 1)
+    texts, line = list[str](), 1
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            names = next(reader, [])
+            if text_column not in names:
+                raise _no_column(str(path), text_column, names)
+            at = names.index(text_column)
+            for row in reader:
+                line = reader.line_num
+                if row and len(row) != len(names):
+                    raise ValueError(
+                        f"{path}:{line}: {len(row)} cells, but the header has {len(names)}: text with "
+                        "a comma needs quotes"
+                    )
+                texts += row[at : at + 1]
+    except csv.Error as error:
+        raise ValueError(f"{path}: cannot be read as csv ({_first_line(error)}, after line {line})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02X}): convert it") from None
+    if texts and all(re.fullmatch(r"-?\d+(\.\d*)?", text) for text in texts):
+        raise _no_text(str(path), text_column, "int64" if "." not in "".join(texts) else "float64")
+    return texts
+
+
+def _from_json(path: Path, text_column: str) -> list[str]:
+    """The texts of a file with one object per line; a .json file may also be one list of objects.
+
+    By Python's reader: deep nesting brings pyarrow's down, process and all, and it takes texts that look like
+    dates for dates.
+    """
+    texts, names = list[str](), dict[str, None]()
+    for line, row in _json_rows(path):
+        if not isinstance(row, dict):
+            raise ValueError(f'{path}:{line}: not an object, such as {{"{text_column}": "..."}}')
+        names |= dict.fromkeys(row)
+        text = row.get(text_column)
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            kinds = {bool: "bool", int: "int64", float: "float64", list: "lists", dict: "objects"}
+            raise _no_text(str(path), text_column, kinds[type(text)])
+        texts.append(text)
+    if names and text_column not in names:
+        raise _no_column(str(path), text_column, list(names))
+    return texts
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line, value) for each row."""
+    line = 1
+    try:
+        if path.suffix.lower() == ".json":
+            try:
+                whole = json.loads(read_text(path))
+                yield from ((1, row) for row in (whole if isinstance(whole, list) else [whole]))
+                return
+            except json.JSONDecodeError as error:
+                if not error.msg.startswith("Extra data"):  # else one object per line, perhaps
+                    line = error.lineno
+                    raise
+        with open(path, "rb") as file:
+            for line, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield line, json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{line}: not JSON ({error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{line}: not UTF-8 (byte 0x{error.object[error.start]:02X})") from None
+    except RecursionError:
+        raise ValueError(f"{path}:{line}: not readable as JSON (nested too deep)") from None
 
 
 def _from_hub(dataset: str, text_column: str) -> tuple[Sequence[str], str]:
@@ -224,11 +317,14 @@ def _from_hub(dataset: str, text_column: str) -> tuple[Sequence[str], str]:
 
 def _column(table: Any, text_column: str, where: str) -> Sequence[str]:
     if text_column not in table.column_names:
-        names = ", ".join(table.column_names)
-        raise ValueError(f"{where}: no column {text_column!r}; it has: {names}: pass --text_column=NAME")
-    kind = getattr(table.features[text_column], "dtype", "no text")
+        raise _no_column(where, text_column, table.column_names)
+    kind = getattr(table.features[text_column], "dtype", "lists or objects")
     if kind not in ("string", "large_string"):
-        raise ValueError(f"{where}: column {text_column!r} holds {kind}, not text: pass --text_column=NAME")
+        raise _no_text(where, text_column, kind)
+    try:  # a damaged file may hold bytes that are no text; they would show much later, without a name
+        table.data.column(text_column).validate(full=True)
+    except ValueError as error:  # pyarrow's
+        raise ValueError(f"{where}: column {text_column!r} is damaged ({_first_line(error)})") from None
     if table.data.column(text_column).null_count:
         table = table.filter(
             lambda text: text is not None,
@@ -237,6 +333,15 @@ def _column(table: Any, text_column: str, where: str) -> Sequence[str]:
             load_from_cache_file=False,
         )
     return table[text_column]
+
+
+def _no_column(where: str, text_column: str, names: Sequence[str]) -> ValueError:
+    found = " ".join(", ".join(names).split())[:300]
+    return ValueError(f"{where}: no column {text_column!r}; it has: {found}: pass --text_column=NAME")
+
+
+def _no_text(where: str, text_column: str, kind: str) -> ValueError:
+    return ValueError(f"{where}: column {text_column!r} holds {kind}, not text: pass --text_column=NAME")
 
 
 def _first_line(error: BaseException) -> str:

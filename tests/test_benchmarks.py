@@ -13,8 +13,9 @@ import torch
 from conftest import KINDS, ROOT, tiny_config, tiny_model
 
 import config as configuration
-from benchmarks import decode, measure
-from benchmarks.measure import interleaved, machine, measure_read_bandwidth, seconds, table
+import measure
+from benchmarks import decode
+from measure import interleaved, machine, measure_read_bandwidth, seconds, table
 from model import GPTConfig, kv_cache_bytes, matmul_params
 
 CPU = torch.device("cpu")
@@ -116,7 +117,7 @@ def test_table():
 @torch.inference_mode()
 def test_a_step_always_reads_the_same_context(attention, dtype):
     model = tiny_model(attention=attention).to(dtype)
-    cache = decode.filled_cache(model.config, 3, 10, dtype, CPU)
+    cache = measure.filled_cache(model.config, 3, 10, dtype, CPU)
     assert (cache.length, cache.max_len, cache.k.dtype) == (10, 11, dtype)
     assert cache.nbytes == kv_cache_bytes(model.config, 11, dtype, 3)
     assert torch.all(cache.k.float().std(dim=(1, 2, 3, 4)) > 0.5) and torch.isfinite(cache.v).all()

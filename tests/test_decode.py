@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import KINDS, NORMS, POSITIONS, in_chunks, tiny_config, tiny_model, tokens
 from torch import Tensor
 
+import device
 import generation
 import sample
 from checkpoint import save_checkpoint
@@ -524,8 +525,8 @@ def test_matrix_vector_products_restore_what_they_switch():
     with pytest.raises(ZeroDivisionError), matrix_vector_products(CPU, BF16):
         _ = 1 / 0
     assert enabled()
-    for device, dtype in (("cpu", FP32), ("cpu", FP16), ("cuda", BF16), ("mps", BF16)):
-        with matrix_vector_products(torch.device(device), dtype):
+    for name, dtype in (("cpu", FP32), ("cpu", FP16), ("cuda", BF16), ("mps", BF16)):
+        with matrix_vector_products(torch.device(name), dtype):
             assert enabled()
     torch.backends.mkldnn.enabled = False  # a user's own choice stays
     try:
@@ -586,8 +587,8 @@ def sampled(run: str, *options: str) -> tuple[dict, str]:
 def test_dtype_auto_is_bfloat16_for_a_large_model_on_a_processor_that_has_it_PRF_9(
     fast, limit, dtype, run, monkeypatch
 ):
-    monkeypatch.setattr(sample, "cpu_has_bfloat16", lambda: fast)
-    monkeypatch.setattr(sample, "LARGE_MODEL_BYTES", limit)
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: fast)
+    monkeypatch.setattr(device, "LARGE_MODEL_BYTES", limit)
     large = limit == 0
     expected = ("bfloat16" if fast and large else "float32") if dtype == "auto" else dtype
     report, told = sampled(run, f"--dtype={dtype}")
@@ -598,9 +599,9 @@ def test_dtype_auto_is_bfloat16_for_a_large_model_on_a_processor_that_has_it_PRF
 
 
 def test_large_is_64_MiB_of_float32(run, monkeypatch):
-    assert sample.LARGE_MODEL_BYTES == 64 * 2**20
+    assert device.LARGE_MODEL_BYTES == 64 * 2**20
     asked = []
-    monkeypatch.setattr(sample, "cpu_has_bfloat16", lambda: asked.append(1) or True)
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: asked.append(1) or True)
     assert sampled(run)[0]["dtype"] == "float32" and not asked  # a tiny model isn't large
 
 

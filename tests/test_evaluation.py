@@ -11,7 +11,7 @@ import torch
 from tiny_run import TEXT, difference, flags, read_json, read_rows, weights
 
 import train
-from checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from checkpoint import best_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from data.loader import open_tokens
 from data.prepare import load_prepared
 
@@ -182,7 +182,34 @@ def test_without_patience_a_run_goes_on_TRN_12(monkeypatch):
     script(monkeypatch, [1.0 + n for n in range(10)])
     summary = train.main(flags(**OPTIONS))
     assert summary["steps"] == 20 and summary["val_loss"] == 10.0
+    assert [place.name for place in list_checkpoints(Path("run"))] == ["step-000002", "step-000020"]
+
+
+def test_best_and_last_are_kept_apart_CKP_8(monkeypatch):
+    script(monkeypatch, [3.0, 2.0, 1.5, *(2.5 + n for n in range(7))])
+    train.main(flags(**OPTIONS, save_interval=3))
+    run = Path("run")
+    assert [place.name for place in list_checkpoints(run)] == ["step-000006", "step-000018", "step-000020"]
+    assert best_checkpoint(run).name == load_checkpoint(run, which="best").path.name == "step-000006"
+    assert load_checkpoint(run).path.name == "step-000020"
+
+
+def test_a_run_can_keep_no_best_CKP_8(monkeypatch):
+    script(monkeypatch, [1.0 + n for n in range(10)])
+    train.main(flags(**OPTIONS, keep_best=False))
     assert [place.name for place in list_checkpoints(Path("run"))] == ["step-000020"]
+    with pytest.raises(ValueError, match="no checkpoint is marked as the best"):
+        load_checkpoint(Path("run"), which="best")
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_n_are_kept_and_nothing_else_is_deleted_CKP_8(keep):
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("run/checkpoints/notes.txt").write_text("mine", encoding="utf-8")
+    train.main(flags(max_iters=9, save_interval=2, keep_checkpoints=keep, resume="auto"))
+    expected = [f"step-00000{n}" for n in (2, 4, 6, 8, 9)][-keep:]
+    assert [place.name for place in list_checkpoints(Path("run"))] == expected
+    assert Path("run/checkpoints/notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to a process")

@@ -31,12 +31,43 @@ def test_training_and_evaluation_count_with_the_same_steps_LOG_2(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [5, 5]
 
 
-def test_rows_are_appended_to_those_that_are_there_LOG_1(tmp_path):
-    for step in (1, 2):
+def test_a_resumed_log_goes_on_where_its_checkpoint_was_LOG_1(tmp_path):
+    tracker = Tracker(tmp_path, {})
+    for step in (1, 2, 3, 4):
+        tracker.log(step, {"train/loss": float(step)})
+    tracker.finish({})
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 5, "train/lo')  # a kill in the middle of a line
+    tracker = Tracker(tmp_path, {}, resumed_at=2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]  # 3 and 4 will be done again
+    tracker.log(3, {"train/loss": 30.0})
+    tracker.finish({})
+    assert [row["train/loss"] for row in rows(tmp_path)] == [1.0, 2.0, 30.0]
+
+
+def test_a_new_log_does_not_go_on_from_an_old_one(tmp_path):
+    for loss in (1.0, 2.0):
         tracker = Tracker(tmp_path, {})
-        tracker.log(step, {"train/loss": 1.0})
+        tracker.log(1, {"train/loss": loss})
         tracker.finish({})
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert [row["train/loss"] for row in rows(tmp_path)] == [2.0]
+
+
+def test_rows_wait_for_room_on_the_disk(tmp_path, capsys):
+    resource = pytest.importorskip("resource")
+    tracker = Tracker(tmp_path, {})
+    tracker.log(1, {"train/loss": 1.0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))  # the system itself refuses
+    try:
+        tracker.log(2, {"train/loss": 2.0})
+        tracker.log(3, {"train/loss": 3.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "metrics.jsonl can't be written (File too large)" in capsys.readouterr().err
+    tracker.log(4, {"train/loss": 4.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_numbers_come_back_exactly(tmp_path):

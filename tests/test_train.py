@@ -1,6 +1,5 @@
 """Training, through train.main as a person would call it: tiny runs on a tiny text in an empty folder."""
 
-import contextlib
 import errno
 import math
 import os
@@ -23,11 +22,14 @@ from tiny_run import (
     N_IDS,
     TINY,
     difference,
+    ended,
     flags,
     patch_forward,
+    program,
     quiet_bar,
     read_json,
     read_rows,
+    wait_for,
     weights,
 )
 
@@ -35,6 +37,7 @@ import config as configuration
 import device
 import model as gpt
 import train
+from checkpoint import list_checkpoints
 from data.loader import open_tokens, write_tokens
 
 pytestmark = pytest.mark.usefixtures("work")
@@ -112,9 +115,8 @@ def test_log_of_a_run_is_read_with_the_standard_library_LOG_6(capsys):
     assert [row["step"] for row in seen] == [5, 10, 15, 20]
     assert all(row.keys() >= {"step", "tokens", "val/loss", "val/bits_per_byte"} for row in seen)
     assert seen[-1]["val/loss"] == read_json("run/summary.json")["val_loss"]
-    assert f"step 5: loss {rows[4]['train/loss']:.3f}, validation loss {seen[0]['val/loss']:.3f} nats" in (
-        capsys.readouterr().out
-    )
+    printed = capsys.readouterr()
+    assert f"step 5: validation loss {seen[0]['val/loss']:.3f} nats" in printed.out
 
 
 def test_console_line_has_the_values_of_the_log_LOG_9(capsys):
@@ -650,7 +652,7 @@ def test_other_errors_are_not_called_out_of_memory(monkeypatch):
         train.main(flags())
 
 
-def test_full_disk_at_a_save_leaves_the_earlier_checkpoint(work, refused, monkeypatch):
+def test_full_disk_at_a_save_leaves_the_earlier_checkpoint_and_the_run_goes_on(work, monkeypatch, capsys):
     save, calls, before = train.save_checkpoint, [], {}
 
     def full(*args, **options):
@@ -661,11 +663,29 @@ def test_full_disk_at_a_save_leaves_the_earlier_checkpoint(work, refused, monkey
         return save(*args, **options)
 
     monkeypatch.setattr(train, "save_checkpoint", full)
+    summary = train.main(flags(max_iters=9, save_interval=2, keep_checkpoints=9))
+    said = "step 4 can't be saved: [Errno 28] No space left on device: 'run/checkpoints/x'; the last saved is "
+    assert said + "run/checkpoints/step-000002" in capsys.readouterr().out
+    assert calls == [2, 4, 6, 8, 9] and len(before) == 5
+    after = everything(work / "run/checkpoints")
+    assert before.items() <= after.items()  # untouched
+    assert [place.name for place in list_checkpoints(Path("run"))] == [f"step-00000{n}" for n in (2, 6, 8, 9)]
+    assert summary["finished"] and [row["step"] for row in read_rows()] == list(range(1, 10))
+
+
+def test_a_last_save_is_tried_again_before_the_run_gives_up(refused, monkeypatch):
+    calls, waits = [], []
+
+    def full(*args, **options):
+        calls.append(args[1])
+        raise OSError(errno.ENOSPC, "No space left on device", "run/checkpoints/x")
+
+    monkeypatch.setattr(train, "save_checkpoint", full)
+    monkeypatch.setattr(train.time, "sleep", waits.append)
     monkeypatch.setattr(train, "tqdm", quiet_bar)
-    error = refused(*flags(max_iters=9, save_interval=2), leaves=("run",))
-    assert "No space left on device" in error and calls == [2, 4]
-    assert len(before) == 4 and everything(work / "run/checkpoints") == before
-    assert not Path("run/summary.json").exists() and [row["step"] for row in read_rows()] == [1, 2, 3, 4]
+    assert "No space left on device" in refused(*flags(max_iters=3, save_interval=2), leaves=("run",))
+    assert calls == [2, 3, 3, 3] and waits == [0, *train.LAST_TRIES]
+    assert not Path("run/summary.json").exists()
 
 
 def test_a_file_that_may_grow_no_further_ends_in_one_line(work, refused, monkeypatch, capsys):
@@ -806,34 +826,6 @@ def test_a_folder_that_is_a_file_is_refused(work, refused):
 
 
 # --- as a program
-
-
-def program(*argv: str, code: str | None = None, **options) -> subprocess.Popen:
-    """train.py in a process of its own; `code` runs before it."""
-    start = [str(ROOT / "train.py")] if code is None else ["-c", code]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, *start, *argv], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        encoding="utf-8", **options
-    )
-
-
-def wait_for(done, process: subprocess.Popen, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen):
-    """The process does not outlive the test."""
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def test_mistakes_end_the_program_with_one_line(work):

@@ -1,9 +1,15 @@
 """A tiny run of train.py, as a person would start it, and what it leaves in its folder."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
+from conftest import ROOT
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -74,3 +80,31 @@ def patch_forward(monkeypatch, change):
 def quiet_bar(*args, **options):
     """A progress bar that leaves stderr to the error message."""
     return tqdm(*args, **{**options, "disable": True})
+
+
+def program(*argv: str, code: str | None = None, **options) -> subprocess.Popen:
+    """train.py in a process of its own; `code` runs before it."""
+    start = [str(ROOT / "train.py")] if code is None else ["-c", code]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *start, *argv], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        encoding="utf-8", **options
+    )
+
+
+def wait_for(done, process: subprocess.Popen, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen):
+    """The process does not outlive the test."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
