@@ -1,0 +1,1 @@
+"""What compare.py makes of its runs: statistics (results.py), figures (figures.py) and a page (page.py)."""
