@@ -91,7 +91,7 @@ def match_seconds(cells: list[Cell], root: Path, bar: tqdm, interrupted: Interru
             short: dict[str, Any] = {"max_iters": PILOT_STEPS, "eval_interval": 0, "final_eval_windows": 1}
             short |= {"measure_decode": False, "wandb": "off", "out_dir": root / "pilot" / f"{cell.name}-{n}"}
             trial = with_flags(cell, short)
-            bar.set_description(f"timing {name}")
+            bar.set_description(f"timing {name}", refresh=False)
             problem = None if finished(trial) else run_cell(trial, root, bar, interrupted)
             if interrupted.signal:
                 return cells
@@ -128,11 +128,10 @@ def run_cell(cell: Cell, root: Path, bar: tqdm, interrupted: Interrupted) -> str
             if interrupted.signal and not told:
                 process.send_signal(interrupted.signal)
                 told = True
-            bar.n = before + steps_done(cell.out_dir, started)
-            bar.refresh()
+            bar.update(max(0, before + steps_done(cell.out_dir, started) - bar.n))
             time.sleep(POLL_SECONDS)
     done = process.returncode == 0
-    bar.n = before + (cell.config.max_iters if done else 0)
+    bar.update(before + (cell.config.max_iters if done else 0) - bar.n)
     if done or interrupted.signal:
         return None
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
@@ -247,7 +246,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         group = c.run.wandb_group or f"compare-{root.name}"
         cells = [with_flags(cell, {"wandb": mode, "wandb_group": group}) for cell in cells]
     failed: list[dict[str, Any]] = []
-    with Interrupted() as interrupted, tqdm(unit="step", mininterval=0.5, dynamic_ncols=True) as bar:
+    refresh = 0.5 if sys.stderr.isatty() else 15
+    with Interrupted() as interrupted, tqdm(unit="step", mininterval=refresh, miniters=1) as bar:
         if c.match == "seconds":
             cells = match_seconds(cells, root, bar, interrupted)
         todo = [cell for cell in cells if not finished(cell)]
@@ -256,7 +256,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         for n, cell in enumerate(todo, 1):
             if interrupted.signal:
                 break
-            bar.set_description(f"{n} of {len(todo)}, {cell.name}")
+            bar.set_description(f"{n} of {len(todo)}, {cell.name}", refresh=False)
             if problem := run_cell(cell, root, bar, interrupted):
                 bar.write(f"{cell.name} failed: {problem}", file=sys.stderr)
                 failed.append({

@@ -126,7 +126,7 @@ def check_same_run(now: dict[str, Any], stored: Any, place: Path) -> None:
     if not isinstance(stored, dict):
         raise ValueError(f"{place}: its config.json does not say how it was trained, so it can't be resumed")
     for key in sorted(IDENTITY):
-        if key in stored and now[key] not in (stored[key], None):
+        if key in stored and now.get(key) not in (stored[key], None):
             raise ValueError(
                 f"--{key}={now[key]}: the run in {place} has {key}={stored[key]}; leave it out to go on with "
                 "that run, or start another without --resume"

@@ -372,8 +372,7 @@ def stored_options(flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"--out_dir={flags['out_dir']}: a resumed run stays in its folder, {folder}")
     if loaded.path == Path(folder):
         raise ValueError(f"--resume={folder}: give the run's folder, {loaded.path.parents[1]}")
-    if not isinstance(loaded.info.get("run"), dict):
-        raise ValueError(f"{loaded.path}: its config.json does not say how it was trained")
+    check_same_run(flags, loaded.info.get("run"), loaded.path)
     return str(loaded.path), {**loaded.info["run"], "resume": folder, "out_dir": folder}
 
 

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from dataclasses import fields
@@ -17,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny_model
+from conftest import tiny_model
 from tiny_run import (
     N_IDS,
     TINY,
@@ -664,8 +662,8 @@ def test_full_disk_at_a_save_leaves_the_earlier_checkpoint_and_the_run_goes_on(w
 
     monkeypatch.setattr(train, "save_checkpoint", full)
     summary = train.main(flags(max_iters=9, save_interval=2, keep_checkpoints=9))
-    said = "step 4 can't be saved: [Errno 28] No space left on device: 'run/checkpoints/x'; the last saved is "
-    assert said + "run/checkpoints/step-000002" in capsys.readouterr().out
+    said = "step 4 can't be saved: [Errno 28] No space left on device: 'run/checkpoints/x'; the last saved "
+    assert said + "is run/checkpoints/step-000002" in capsys.readouterr().out
     assert calls == [2, 4, 6, 8, 9] and len(before) == 5
     after = everything(work / "run/checkpoints")
     assert before.items() <= after.items()  # untouched
