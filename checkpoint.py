@@ -26,14 +26,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.optim import Muon
 
 from model import GPT, GPTConfig, estimate_n_params, rope_tables
 
 FORMAT_VERSION = 2  # 1 had no training state: it can be sampled from and evaluated, not resumed
 FILES = ("model.safetensors", "config.json", "tokenizer.json")
 TRAINING, MANIFEST, BEST = "training.safetensors", "manifest.json", "best"
-AVERAGES = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of AdamW, and of Muon
 MAX_SIZE = 2**20  # the largest layer count, width, context, ... that a file may ask for
 
 
@@ -72,7 +70,7 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` and return its folder; keep the newest `keep` of this run, and the best.
 
-    `training`: the optimizers, and plain data about the progress, for `resume_training`. `best`: mark this
+    `training`: the optimizers, and plain data about the progress, for resume.py. `best`: mark this
     one as the best so far. Errors: OSError where the disk is full or may not be written; the checkpoints that
     were there stay.
     """
@@ -170,6 +168,13 @@ def set_aside(out_dir: Path, place: Path) -> None:
             print(f"warning: {later} comes after it and is now {name}", file=sys.stderr)
 
 
+def drop_after(out_dir: Path, place: Path) -> None:
+    """Delete the checkpoints that come after `place`."""
+    for later in step_folders(out_dir):
+        if int(later.name[5:]) > int(place.name[5:]):
+            shutil.rmtree(later.rename(later.with_name(f".{later.name}")))
+
+
 def newest_run(root: Path = Path("out")) -> Path:
     """The run folder under `root` whose checkpoint was written last. ValueError where there is none."""
     newest = max(
@@ -195,6 +200,8 @@ def load_checkpoint(
     runs.
     """
     if (path / MANIFEST).is_file():
+        if to_resume:
+            verify_training(path)
         return _load(path, device, dtype)
     places = step_folders(path)[::-1]
     if not places:
@@ -210,49 +217,13 @@ def load_checkpoint(
     for place, older in zip(places, [*places[1:], None], strict=True):
         try:
             if to_resume:
-                _verify_training(place)
+                verify_training(place)
             return _load(place, device, dtype)
         except Damaged as error:
             if older is None:
                 raise
             print(f"warning: {error}; taking {older.name} instead", file=sys.stderr)
     raise AssertionError("the last one returns or raises")
-
-
-def resume_training(place: Path, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Put the optimizers' averages back as they were, and return the progress that was saved with them.
-
-    Learning rates and the like stay as the optimizers have them now. Errors: ValueError in one line where the
-    file is missing, damaged, or belongs to other parameters.
-    """
-    file = place / TRAINING
-    _verify_training(place)
-    shapes = {
-        f"{n}.{index}": p.shape
-        for n, optimizer in enumerate(optimizers)
-        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
-    states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
-    try:
-        with safe_open(file, framework="pt") as f:
-            progress = json.loads(f.metadata()["progress"])
-            for name in f.keys():  # noqa: SIM118 - not a dict
-                owner, kind = name.rsplit(".", 1)
-                piece, shape = f.get_slice(name), () if kind == "step" else shapes[owner]
-                if tuple(piece.get_shape()) != shape or piece.get_dtype() != "F32" or owner not in shapes:
-                    raise ValueError(name)
-                n, index = map(int, owner.split("."))
-                states[n].setdefault(index, {})[kind] = f.get_tensor(name)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            if any(averages.keys() != AVERAGES[isinstance(optimizer, Muon)] for averages in state.values()):
-                raise ValueError
-            groups = optimizer.state_dict()["param_groups"]
-            if state and len(state) != sum(len(group["params"]) for group in groups):
-                raise ValueError  # none at all is what a run has whose every step was left out
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        raise ValueError(f"{file}: belongs to another model or optimizer") from None
-    return progress
 
 
 def _load(
@@ -320,7 +291,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name}={value}: more than {MAX_SIZE:,}, which no model of this program has")
 
 
-def _verify_training(place: Path) -> None:
+def verify_training(place: Path) -> None:
     """`_verify` for the training state; ValueError where the checkpoint was made without one."""
     files = _read_json(place / MANIFEST).get("files")
     if isinstance(files, dict) and TRAINING not in files:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tqdm import tqdm
 import config as configuration
 import model as gpt
 import report
-from checkpoint import load_checkpoint, resume_training, save_checkpoint, set_aside, step_folders
+from checkpoint import best_checkpoint, drop_after, save_checkpoint, step_folders
 from data.loader import batch_starts, check_fits, get_batch, open_tokens
 from data.prepare import prepare
 from device import (
@@ -40,46 +40,13 @@ from device import (
 from evaluation import evaluate, evaluate_run
 from measure import measure_decode
 from optim import make_optimizers, schedule
-from options import TrainConfig, check_same_run, default_out_dir
+from options import TrainConfig, default_out_dir
+from resume import Progress, resume, stored_options
 from tracking import Interrupted, Tracker, claim
 
 UNTIMED_STEPS = 3  # left out by the clock: the first steps fill caches and start threads
 LAST_TRIES = 0, 2, 10  # seconds to wait before each try to save the last checkpoint
 TIME_IS_UP = 75  # the exit code of --max_minutes: to be resumed
-
-
-@dataclass
-class Progress:
-    """What a run knows of itself beside its weights and optimizers; saved with them, it goes on unchanged."""
-
-    step: int = 0  # updates done
-    timed_steps: int = 0  # those that the clock has seen,
-    seconds: float = 0.0  # and their time
-    skipped: int = 0
-    n_micro: int = 1  # micro-batches of a step
-    val: dict[str, float] = field(default_factory=dict)  # the newest validation losses
-    best: float = math.inf  # the best validation loss,
-    best_step: int = 0  # its step,
-    waited: int = 0  # and evaluations since
-    owes_evaluation: bool = False  # it was due at this step, and left out to leave in time
-    batches: str = ""  # hash of every id learned from, in order: equal for equal data
-
-
-def read_progress(saved: Any, step: Any, batch_size: int, place: Path) -> Progress:
-    """The progress that `resume_training` found. Errors: ValueError where no run can have come to it."""
-    found, usual = saved.get("progress") if isinstance(saved, dict) else None, asdict(Progress())
-    try:
-        fits = found.keys() == usual.keys() and found["step"] == step and isinstance(saved["scaler"], dict)
-        fits &= all(type(found[name]) is type(value) for name, value in usual.items())
-        fits &= all(0 <= x < 2**63 for x in found.values() if type(x) is int) and found["best"] > -math.inf
-        fits &= found["n_micro"] >= 1 and batch_size % found["n_micro"] == 0
-        fits &= 0 < found["seconds"] < math.inf or found["seconds"] == found["timed_steps"] == 0
-        fits &= all(type(x) is float for x in found["val"].values()) and found["batches"].isascii()
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError):
-        fits = False
-    if not fits:
-        raise ValueError(f"{place}: what it tells of the run's progress can't be; take another checkpoint")
-    return Progress(**found)
 
 
 def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
@@ -103,9 +70,9 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     token_bytes = torch.from_numpy(tokenizer.token_bytes())
     c.model.vocab_size = c.model.vocab_size or tokenizer.vocab_size
     if c.model.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"vocab_size={c.model.vocab_size}: the tokenizer has {tokenizer.vocab_size} ids; leave it out"
-        )
+        fix = "has the text changed since the run began?" if c.resume else "leave it out"
+        had = c.model.vocab_size
+        raise ValueError(f"vocab_size={had}: the tokenizer has {tokenizer.vocab_size} ids; {fix}")
     train_tokens = open_tokens(prepared.train, c.model.vocab_size)
     val_tokens = open_tokens(prepared.val, c.model.vocab_size)
     check_fits(train_tokens, c.model.block_size, "train")
@@ -126,21 +93,6 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
     computer = f"{device}, products in {machine['dtype']}, {torch.get_num_threads()} threads, compile "
     computer += f"{'on' if compiled else 'off'}, {peak / 1e12:.2f} TFLOPS ({peak_source})"
     print(report.training_plan(c, prepared, train_tokens, val_tokens, computer, out_dir), flush=True)
-
-    def resume() -> Progress:
-        """Weights, optimizers and position of the newest checkpoint that is whole."""
-        loaded = load_checkpoint(out_dir, device, to_resume=True)
-        check_same_run(configuration.flatten(c), loaded.info.get("run"), loaded.path)
-        if loaded.info.get("corpus_sha256") != corpus or loaded.tokenizer != tokenizer.to_dict():
-            raise ValueError(f"{loaded.path}: learned from another text than {c.dataset} is now; start anew")
-        saved = resume_training(loaded.path, optimizers)
-        progress = read_progress(saved, loaded.info.get("step"), c.batch_size, loaded.path)
-        network.load_state_dict(loaded.model.state_dict())
-        if scaler.is_enabled() and saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
-        set_aside(out_dir, loaded.path)
-        print(f"resumed    {loaded.path}", flush=True)
-        return progress
 
     def out_of_patience() -> bool:
         return c.patience is not None and run.waited >= c.patience
@@ -195,7 +147,8 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
 
     def save(best: bool = False) -> Path | None:
         """The new checkpoint; on a full disk the one before it, and another try when the next one is due."""
-        about = {"val": run.val, "run": configuration.flatten(c), "corpus_sha256": corpus, **machine}
+        val = {} if run.owes_evaluation else run.val
+        about = {"val": val, "run": configuration.flatten(c), "corpus_sha256": corpus, **machine}
         training = optimizers, {"progress": asdict(run), "scaler": scaler.state_dict()}
         for wait in LAST_TRIES if last else (0,):
             time.sleep(wait)
@@ -213,7 +166,9 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
 
     with ExitStack() as held:
         held.enter_context(claim(out_dir, keep=c.resume is not None))
-        run = resume() if c.resume and step_folders(out_dir) else Progress()
+        run = Progress()
+        if c.resume and step_folders(out_dir):
+            run = resume(out_dir, c, network, optimizers, scaler, corpus, tokenizer.to_dict())
         run.n_micro = c.batch_size // c.micro_batch_size if c.micro_batch_size else run.n_micro
         saved: Path | None = step_folders(out_dir)[-1] if run.step else None
         logged = run.step or None, run.owes_evaluation
@@ -315,23 +270,26 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
                     last = out_of_patience()
                 save_due |= bool(c.save_minutes) and time.monotonic() - saved_at >= 60 * c.save_minutes
                 save_best = better and (c.keep_best or bool(c.patience))
-                if save_best or (save_due and not last and not c.patience):
+                if save_best or (save_due and not last):
                     saved, saved_at = save(save_best), time.monotonic()
                 slowest_pause = max(slowest_pause, time.monotonic() - paused_at)
             if run.step - first >= UNTIMED_STEPS:
                 clock.start()
         # still where a signal is held back: what was learned is not lost to an impatient Ctrl-C
-        run.seconds, keep = clock.pause(), not (c.patience and saved)
+        run.seconds, keep = clock.pause(), not out_of_patience()
         finished = run.step == c.max_iters or out_of_patience()
         last_look = run.step == c.max_iters and not out_of_patience()
         last_look &= run.step > first or run.owes_evaluation
         run.owes_evaluation |= last_look and bool(interrupted.signal)
         if last_look and not interrupted.signal:
             found = look(c.eval_windows if c.patience else c.final_eval_windows)  # as those it is up against
-            keep = keep or found["loss"] < run.best
+            keep = not c.patience or found["loss"] < run.best
             run.val = found if keep else run.val
         if keep and run.step > first:
             saved = save()
+        elif not keep and (best := best_checkpoint(out_dir)):
+            drop_after(out_dir, best)  # what a run waited for in vain is not its result
+            saved = best
         rate = run.timed_steps * c.tokens_per_step / run.seconds if run.timed_steps else 0.0
         summary = {
             **{name: getattr(c.model, name) for name in ("attention", "n_head", "n_kv_head", "norm")},
@@ -360,20 +318,6 @@ def train(c: TrainConfig, out_dir: Path) -> dict[str, Any]:
             summary |= measure_decode(network, device)
         tracker.finish(summary)
         return summary
-
-
-def stored_options(flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The options of the run that --resume=FOLDER names: what flags don't say, stays as it was."""
-    folder = flags.get("resume")
-    if folder in (None, "auto"):
-        return "", {}
-    loaded = load_checkpoint(Path(folder))
-    if flags.get("out_dir") and Path(flags["out_dir"]) != Path(folder):
-        raise ValueError(f"--out_dir={flags['out_dir']}: a resumed run stays in its folder, {folder}")
-    if loaded.path == Path(folder):
-        raise ValueError(f"--resume={folder}: give the run's folder, {loaded.path.parents[1]}")
-    check_same_run(flags, loaded.info.get("run"), loaded.path)
-    return str(loaded.path), {**loaded.info["run"], "resume": folder, "out_dir": folder}
 
 
 def main(argv: list[str]) -> dict[str, Any]:

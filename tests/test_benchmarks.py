@@ -1,4 +1,4 @@
-"""The decode benchmark: its clock, its table, its limit, and the one JSON object at the end."""
+"""The benchmarks: their clocks, tables and limits, what they compare, and the one JSON object at the end."""
 
 import json
 import os
@@ -11,10 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import KINDS, ROOT, tiny_config, tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_run import flags
 
 import config as configuration
 import measure
-from benchmarks import decode
+import train
+from benchmarks import decode, faults
 from measure import interleaved, machine, measure_read_bandwidth, seconds, table
 from model import GPTConfig, kv_cache_bytes, matmul_params
 
@@ -279,3 +282,93 @@ def test_a_plot_without_matplotlib_is_refused_first(monkeypatch):
     monkeypatch.setattr(decode, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--plot=x\.png needs matplotlib: pip install matplotlib"):
         decode.main(["--plot=x.png", "--device=cpu"])
+
+
+# --- kills, damaged files, and saving
+
+
+@pytest.fixture
+def two_runs(work):
+    """Two equal runs of train.py."""
+    for out_dir in ("one", "two"):
+        train.main(flags(out_dir=out_dir, save_interval=2, eval_interval=2, eval_windows=3))
+    return work
+
+
+def test_equal_runs_do_not_differ_and_each_difference_is_seen(two_runs):
+    assert faults.differences(Path("one"), Path("two")) == []
+    log = Path("two/metrics.jsonl")
+    rows = log.read_text(encoding="utf-8")
+    log.write_text(rows.replace('"perf/train_seconds": ', '"perf/train_seconds": 1'), encoding="utf-8")
+    assert faults.differences(Path("one"), Path("two")) == []  # time is no part of it
+    log.write_text(rows + rows.splitlines(keepends=True)[-1], encoding="utf-8")
+    assert faults.differences(Path("one"), Path("two")) == ["metrics.jsonl"]
+    log.write_text(rows, encoding="utf-8")
+    for name, which in (("step-000004", "last"), ("step-000002", "best")):
+        for file in ("model.safetensors", "training.safetensors"):
+            path = Path("two/checkpoints", name, file)
+            whole, stored = path.read_bytes(), load_file(path)
+            key = max(stored, key=lambda key: stored[key].numel())
+            stored[key].view(-1)[0] += 1e-6
+            save_file(stored, path)
+            assert faults.differences(Path("one"), Path("two")) == [f"{which}: {file}"]
+            path.write_bytes(whole)
+    Path("two/checkpoints/best").unlink()
+    (found,) = faults.differences(Path("one"), Path("two"))
+    assert found.startswith("best: ") and found.endswith(" and None")
+
+
+def test_checkpoints_that_can_not_be_used_are_counted_CKP_6(two_runs):
+    run = Path("one")
+    assert faults.unusable(run, 0) == ([], 4)
+    (lost,), newest = faults.unusable(run, 6)
+    assert newest == 4 and lost == "one: step 6 was saved, and is gone"
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "training.safetensors"):
+        path = run / "checkpoints" / "step-000002" / file
+        whole = path.read_bytes()
+        path.unlink()
+        (torn,), newest = faults.unusable(run, 4)
+        assert newest == 4 and file in torn
+        path.write_bytes(whole[:-1])
+        assert len(faults.unusable(run, 4)[0]) == 1
+        path.write_bytes(whole)
+    (run / "checkpoints/step-000002/manifest.json").unlink()
+    assert len(faults.unusable(run, 4)[0]) == 1
+    assert faults.unusable(Path("nowhere"), 0) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 250 * 0.1),  # after each evaluation
+        ({"keep_best": False}, 600),  # each 10 minutes
+        ({"keep_best": False, "max_iters": 750}, 75),  # the last one alone
+        ({"keep_best": False, "save_minutes": 1.0}, 60),
+        ({"save_interval": 50}, 5),
+        ({"eval_interval": 0, "save_minutes": 0.0, "max_iters": 10**5}, 10**4),
+    ],
+    ids=str,
+)
+def test_share_of_saving_is_by_what_comes_first(options, seconds):
+    c = train.TrainConfig(**{"max_iters": 10**5, **options})
+    assert faults.save_share(0.5, 0.1, c) == pytest.approx(0.5 / (0.5 + seconds))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+def test_a_run_is_killed_gone_on_with_and_compared(work, monkeypatch, capsys):
+    monkeypatch.setattr(faults, "EARLY", 0.0)
+    monkeypatch.setattr(faults, "ARGV", [*faults.ARGV, "--max_iters=80"])
+    result = faults.main(["--kills=1", "--files=0", "--preset=none"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert list(result) == [
+        "kills", "resumed_bit_equal", "unusable_checkpoints", "fuzzed_files", "fuzz_failures",
+        "save_share_of_time", "resume_seconds",
+    ]  # fmt: skip
+    assert (result["kills"], result["resumed_bit_equal"], result["unusable_checkpoints"]) == (1, True, 0)
+    assert {p.name for p in work.iterdir()} == {"text.txt"}
+
+
+@pytest.mark.parametrize("option", ["--kills=-1", "--files=-1", "--steps=7", "--kill=3"])
+def test_bad_options_of_the_fault_benchmark(option):
+    with pytest.raises(ValueError, match=option[2:5]):
+        faults.main([option])

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 ROOMS = {"model", "checkpoint", "config", "data", "device", "generation", "optim", "quantize"}
-ROOMS |= {"evaluation", "report", "tracking", "measure", "options", "comparison"}
+ROOMS |= {"evaluation", "report", "tracking", "measure", "options", "comparison", "resume"}
 DOORS = {"train", "sample", "compare", "heads", "convert", "tracking.dashboard"}
 # what each may import of ours; a new file needs a line here, and a reason that a reader would accept
 OURS = {
@@ -22,6 +22,7 @@ OURS = {
     "checkpoint": {"model"},
     "optim": {"model"},
     "options": {"config", "model"},
+    "resume": {"checkpoint", "config", "model", "options"},
     "report": {"data", "model", "options"},
     "measure": {"device", "generation", "model"},
     "comparison": {"config", "model", "options"},
@@ -42,6 +43,7 @@ OTHERS = {
     "checkpoint": ({"torch", "safetensors"}, set()),
     "optim": ({"torch"}, set()),
     "options": (set(), set()),
+    "resume": ({"torch", "safetensors"}, set()),
     "report": (set(), set()),
     "measure": ({"torch"}, set()),
     "comparison": (set(), {"matplotlib"}),
