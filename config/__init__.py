@@ -407,8 +407,8 @@ def _evaluate(node: ast.expr, names: dict[str, Any], line: str) -> Any:
                 raise ValueError(f"{line}: {name} is not set above; text needs quotes")
             return names[name]
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            op = ast.Sub() if isinstance(node.op, ast.USub) else ast.Add()
-            node = ast.BinOp(ast.Constant(0), op, operand)
+            sign = -1 if isinstance(node.op, ast.USub) else 1  # a factor: 0 - 0.0 would lose its sign
+            node = ast.BinOp(ast.Constant(sign), ast.Mult(), operand)
     if not (isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC):
         raise ValueError(f"{line}: only numbers, text, True, False, None and arithmetic (+ - * / // % **)")
     left, right = _evaluate(node.left, names, line), _evaluate(node.right, names, line)

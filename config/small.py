@@ -1,5 +1,6 @@
 # A GPT that learns Python from Python's own library, on a laptop without a GPU.
-# On two CPU cores: 2 minutes, 2.60 nats per token (1.41 bits per byte) on the whole validation split.
+# On two CPU cores: 2 minutes, 2.60 nats per token (1.41 bits per byte) on the whole validation split, seed 0;
+# 2.61 and 2.77 with seeds 1 and 2.
 n_layer = 4
 n_head = 4
 n_embd = 128

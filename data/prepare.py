@@ -59,7 +59,7 @@ def prepare(
     ValueError, one line, for data or settings that cannot be used and for a disk that cannot take the files.
     """
     if tokenizer not in ("char", "bpe", "gpt2"):
-        raise ValueError(f"--tokenizer={' '.join(tokenizer.split())}: expected char, bpe or gpt2")
+        raise ValueError(f"--tokenizer={' '.join(tokenizer.split())[:40]}: expected char, bpe or gpt2")
     if not 0.0 < val_fraction < 1.0:
         raise ValueError(f"--val_fraction={val_fraction}: expected a number between 0 and 1, such as 0.1")
     name, _, fingerprint = corpus_fingerprint(dataset)
