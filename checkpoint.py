@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+import reprlib
 import shutil
 import sys
 from collections.abc import Callable
@@ -33,6 +34,8 @@ FORMAT_VERSION = 2  # 1 had no training state: it can be sampled from and evalua
 FILES = ("model.safetensors", "config.json", "tokenizer.json")
 TRAINING, MANIFEST, BEST = "training.safetensors", "manifest.json", "best"
 MAX_SIZE = 2**20  # the largest layer count, width, context, ... that a file may ask for
+MAX_ROPE = 2**26  # positions x head_dim of a rope table, which is made and not read: 256 MiB
+FLOATS = {"F64", "F32", "F16", "BF16"}  # number formats that weights may have in a file
 
 
 class Damaged(ValueError):
@@ -242,12 +245,19 @@ def _load(
                 raise ValueError(
                     f"{place}: config.json describes {n_params:,} parameters, model.safetensors has {found:,}"
                 )
+            kinds = {f.get_slice(name).get_dtype() for name in names}
+            if not kinds <= FLOATS or len(names) < 6 * config.n_layer:  # a layer has six at least
+                raise ValueError(
+                    f"{place / FILES[0]}: {len(names)} tensors of {', '.join(sorted(kinds))}, not the "
+                    f"weights of {config.n_layer} layers in {', '.join(sorted(FLOATS))}"
+                )
             dtype = dtype if isinstance(dtype, torch.dtype) else dtype(config)
             with torch.device("meta"):  # shapes only, since every value comes from the file
                 model = GPT(config)
             state = clean_state_dict({name: f.get_tensor(name).to(dtype) for name in names})
     except SafetensorError as error:
-        raise ValueError(f"{place / FILES[0]}: not a readable safetensors file ({error})") from None
+        detail = " ".join(str(error).split())[:300]
+        raise ValueError(f"{place / FILES[0]}: not a readable safetensors file ({detail})") from None
     if config.tie_weights:
         state["lm_head.weight"] = state.get("transformer.wte.weight", torch.empty(0))
     try:
@@ -266,7 +276,7 @@ def _model_config(place: Path, stored: Any) -> GPTConfig:
     """The architecture as the file tells it; files from before a field existed mean GPT-2's way."""
     known = {f.name for f in fields(GPTConfig)}
     if not isinstance(stored, dict) or not stored.keys() <= known:
-        extra = sorted(stored.keys() - known) if isinstance(stored, dict) else "no model"
+        extra = str(sorted(stored.keys() - known))[:300] if isinstance(stored, dict) else "no model"
         raise ValueError(f"{place / FILES[1]}: not a model that this version knows ({extra})")
     try:
         for name, kind in get_type_hints(GPTConfig).items():
@@ -274,19 +284,21 @@ def _model_config(place: Path, stored: Any) -> GPTConfig:
                 _check_type(name, stored[name], kind)
         if stored.get("vocab_size") is None:
             raise ValueError("vocab_size is missing")
-        return GPTConfig(**{"attention": "mha", "norm": "pre", **stored})
+        config = GPTConfig(**{"attention": "mha", "norm": "pre", **stored})
+        if config.position == "rope" and config.block_size * config.head_dim > MAX_ROPE:
+            raise ValueError(f"block_size={config.block_size}: too long for a table of rope positions")
+        return config
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{place / FILES[1]}: {error}") from None
+        raise ValueError(f"{place / FILES[1]}: {str(error)[:300]}") from None
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:
     """Refuse what a dataclass would take unseen: 2.5 layers, "4" heads, or a width that no memory holds."""
-    if get_origin(kind) is Literal:
-        return  # GPTConfig compares these with the names it knows
-    kinds = get_args(kind) or (kind,)
+    kinds = (str,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
     if type(value) not in kinds and not (float in kinds and type(value) is int):
         expected = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-        raise ValueError(f"{name}={json.dumps(value)[:40]}: must be {expected}")
+        found = type(value).__name__ if isinstance(value, dict | list) else json.dumps(value)[:40]
+        raise ValueError(f"{name}={found}: must be {expected}")
     if int in kinds and value is not None and value > MAX_SIZE:
         raise ValueError(f"{name}={value}: more than {MAX_SIZE:,}, which no model of this program has")
 
@@ -307,7 +319,8 @@ def _verify(place: Path, names: tuple[str, ...]) -> None:
     version = manifest.get("version")
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{place}: format version {version!r}, this program reads up to {FORMAT_VERSION}; update it"
+            f"{place}: format version {reprlib.repr(version)}, "
+            f"this program reads up to {FORMAT_VERSION}; update it"
         )
     files = manifest.get("files")
     for name in names:

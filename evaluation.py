@@ -44,7 +44,8 @@ def evaluate_run(out_dir: Path, device: str, dtype: str, weights: str = "plain")
     on = pick_device(device)
     loaded = load_checkpoint(out_dir, on)
     run, m = loaded.info.get("run"), loaded.model.config
-    if not isinstance(run, dict):
+    told = {"dataset": str, "tokenizer": str, "bpe_size": int, "text_column": str, "val_fraction": float}
+    if not isinstance(run, dict) or any(type(run.get(name)) is not kind for name, kind in told.items()):
         raise ValueError(f"{loaded.path}: its config.json does not say which data it learned from")
     prepared = prepare(
         run["dataset"], run["tokenizer"], run["bpe_size"], text_column=run["text_column"],
