@@ -57,6 +57,7 @@ class BenchConfig:
     shapes: str = "laptop,768 wide,gpt2"  # of the step measurement, by name
     hf: bool = True  # measure transformers too, where it is installed
     memory: bool = True  # measure peak memory, each side in a process of its own
+    recompute: bool = False  # ours computes activations again in backward, as train.py's --recompute does
     plot: str | None = None  # write loss against seconds to this PNG file
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto takes cuda, then mps, then cpu
     only: str | None = (
@@ -93,7 +94,7 @@ def nanogpt_model(folder: str, seed: int, **shape: int) -> Any:
 
 
 def one_step(
-    side: str, name: str, dtype: torch.dtype, device: torch.device, nanogpt: str | None
+    side: str, name: str, dtype: torch.dtype, device: torch.device, c: BenchConfig
 ) -> Callable[[], Any]:
     """One training step of a side on a shape, to be called again and again."""
     n_layer, n_head, n_embd, T, V, B = SHAPES[name]
@@ -103,6 +104,7 @@ def one_step(
         model: Any = GPT(GPTConfig(**shape, norm="pre", bias=False), torch.Generator().manual_seed(0)).to(
             device
         )
+        model.recompute = c.recompute
         optimizers = make_optimizers(
             model,
             "adamw",
@@ -113,7 +115,7 @@ def one_step(
             betas=(0.9, 0.99),
         )
     elif side == "nanogpt":
-        model = nanogpt_model(nanogpt or "", 0, **shape).to(device)
+        model = nanogpt_model(c.nanogpt or "", 0, **shape).to(device)
         optimizers = [model.configure_optimizers(0.1, 1e-4, (0.9, 0.99), device.type)]
     else:
         import transformers
@@ -167,7 +169,7 @@ def measure_steps(c: BenchConfig, device: torch.device) -> list[dict[str, Any]]:
             # the others as they are shipped for this device: nanoGPT and transformers stay in fp32 on a CPU
             theirs = torch.float32 if device.type == "cpu" else dtype
             steps = {
-                side: one_step(side, name, dtype if side == "ours" else theirs, device, c.nanogpt)
+                side: one_step(side, name, dtype if side == "ours" else theirs, device, c)
                 for side in sides
             }
             taken = interleaved(steps, c.repeats, device)
@@ -188,7 +190,8 @@ def peak_of(c: BenchConfig, side: str, name: str, dtype: torch.dtype) -> int:
     """Peak memory in bytes of two steps, in a process of its own, PyTorch included."""
     command = [
         sys.executable, "-m", "benchmarks.train", f"--only={side}:{name}:{str(dtype).removeprefix('torch.')}",
-        f"--device={c.device}", *([f"--nanogpt={c.nanogpt}"] if c.nanogpt else []),
+        f"--device={c.device}", f"--recompute={c.recompute}",
+        *([f"--nanogpt={c.nanogpt}"] if c.nanogpt else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
@@ -316,7 +319,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     device = pick_device(c.device)
     if c.only:
         side, name, dtype = c.only.split(":")
-        step = one_step(side, name, DTYPES[dtype], device, c.nanogpt)
+        step = one_step(side, name, DTYPES[dtype], device, c)
         step(), step()
         print(peak_memory_bytes(device))
         return {}
