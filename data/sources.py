@@ -111,6 +111,10 @@ def read_text(path: Path) -> str:
 
 
 def _find(dataset: str) -> Path:
+    raw = dataset.encode("utf-8", "replace")
+    if len(raw) > 4096 or any(len(part) > 255 for part in raw.split(b"/")):
+        # the system's own error would repeat all of it
+        raise ValueError(f"--dataset={' '.join(dataset[:40].split())}...: longer than a path can be")
     try:
         path = Path(dataset).expanduser()
     except RuntimeError:  # ~name/ of a user that this machine does not have

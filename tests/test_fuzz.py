@@ -399,3 +399,10 @@ def test_progress_that_is_nested_too_deep(tmp_path, monkeypatch):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
     fuzz.sign_checkpoint()
     one_line(fuzz.read_resumable, "training.safetensors")
+
+
+@pytest.mark.parametrize("dataset", ["A" * 300, "é" * 200, "a/" * 3000, "A\nB" * 100])
+def test_a_data_set_longer_than_a_path_is_one_short_line(dataset):
+    with pytest.raises(ValueError, match="longer than a path can be") as caught:
+        prepare(dataset, "char")
+    assert len(str(caught.value)) < 120 and "\n" not in str(caught.value)

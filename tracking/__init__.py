@@ -262,18 +262,18 @@ def claim(out_dir: Path, keep: bool = False) -> Iterator[None]:
     gone when the process is, however it ends. Errors: ValueError that names the process that holds it.
     """
     lock = _lock(out_dir)
-    if not keep and any((out_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        n = 1
-        while (kept := out_dir.with_name(f"{out_dir.name}~{n}")).exists():
-            n += 1
-        (out_dir / OWNER).unlink(missing_ok=True)
-        if os.name == "nt":  # which can't rename a folder with an open file
-            lock.release()
-        out_dir.rename(kept)
-        lock.release()
-        lock = _lock(out_dir)
-        print(f"an earlier run was in {out_dir}: it is now in {kept}")
     try:
+        if not keep and any((out_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+            n = 1
+            while (kept := out_dir.with_name(f"{out_dir.name}~{n}")).exists():
+                n += 1
+            (out_dir / OWNER).unlink(missing_ok=True)
+            if os.name == "nt":  # which can't rename a folder with an open file
+                lock.release()
+            out_dir.rename(kept)
+            lock.release()
+            lock = _lock(out_dir)
+            print(f"an earlier run was in {out_dir}: it is now in {kept}")
         yield
     finally:
         (out_dir / OWNER).unlink(missing_ok=True)
@@ -294,7 +294,11 @@ def _lock(out_dir: Path) -> Any:
             owner = "another process"
         raise ValueError(f"{out_dir} is in use by {owner}: wait for it, or give another --out_dir") from None
     owner = f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    (out_dir / OWNER).write_text(owner, encoding="utf-8")
+    try:
+        (out_dir / OWNER).write_text(owner, encoding="utf-8")
+    except OSError:
+        lock.release()
+        raise
     return lock
 
 
