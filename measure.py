@@ -102,14 +102,14 @@ def measure_prefill(model: GPT, batch: int, context: int, dtype: torch.dtype) ->
 
 @torch.inference_mode()
 def measure_generation(
-    model: GPT, batches: tuple[int, ...] = (1, 8, 32), repeats: int = 15
+    model: GPT, batches: tuple[int, ...] = (1, 8, 32), budget: float = 1.0
 ) -> list[dict[str, Any]]:
     """How fast a model in eval mode generates, in its own dtype: a row per batch and context.
 
     Contexts: a quarter, a half and all of block_size, less the token that is added. A row has "batch",
-    "context", "prefill_tokens_per_sec", "decode_tokens_per_sec" (all rows of the batch together; medians,
-    the device synchronised, after a round that isn't counted) and "kv_cache_bytes", read off the tensors of a
-    cache that holds exactly `context` tokens.
+    "context", "prefill_tokens_per_sec", "decode_tokens_per_sec" (all rows of the batch together; medians over
+    `budget` seconds for each batch or 5 rounds, the device synchronised, after rounds that aren't counted)
+    and "kv_cache_bytes", read off the tensors of a cache that holds exactly `context` tokens.
     """
     config, device, dtype = model.config, next(model.parameters()).device, model.dtype
     full = config.block_size - 1
@@ -117,7 +117,8 @@ def measure_generation(
     rows = []
     for batch in batches:
         steps = {str(context): decode_step(model, batch, context, dtype) for context in contexts}
-        taken = interleaved(steps, repeats, device)
+        trial = sum(interleaved(steps, 2, device).values()) or budget
+        taken = interleaved(steps, min(500, max(5, round(budget / trial))), device) if steps else {}
         for context in contexts:
             rows.append({
                 "batch": batch, "context": context,
