@@ -33,7 +33,7 @@ class SampleConfig:
     prompt_file: str | None = None  # read the prompt from this file instead; - is standard input
     allow_special: bool = False  # read <|endoftext|> in the prompt as the end-of-text id, not as plain text
     out_dir: str | None = None  # the run, or one of its checkpoints; none takes the newest run under out/
-    checkpoint: Literal["last", "best"] = "last"  # the run's newest, or the best of its evaluations on the way
+    checkpoint: Literal["last", "best"] = "last"  # the newest, or the best of the evaluations on the way
 
     num_samples: int = 1  # texts to draw, in one batch
     max_new_tokens: int | None = None  # tokens to add at most; none takes 200, or what the context has left
