@@ -117,9 +117,8 @@ def save_checkpoint(
         _mark_best(root, place.name)
     kept = best_checkpoint(out_dir)
     for old in list_checkpoints(out_dir)[:-keep]:
-        # out of sight at once, so that a kill meanwhile leaves litter and not half a checkpoint
         if old != kept:
-            shutil.rmtree(old.rename(root / f".{old.name}"))
+            _delete(old)
     return place
 
 
@@ -162,20 +161,27 @@ def step_folders(out_dir: Path) -> list[Path]:
 
 def set_aside(out_dir: Path, place: Path) -> None:
     """Rename what comes after `place`, a checkpoint to resume from: damaged, and in the way of new ones."""
-    for later in step_folders(out_dir):
-        if int(later.name[5:]) > int(place.name[5:]):
-            name, n = f"damaged-{later.name[5:]}", 1
-            while later.with_name(name).exists():
-                name, n = f"damaged-{later.name[5:]}~{n}", n + 1
-            later.rename(later.with_name(name))
-            print(f"warning: {later} comes after it and is now {name}", file=sys.stderr)
+    for later in _after(out_dir, place):
+        name, n = f"damaged-{later.name[5:]}", 1
+        while later.with_name(name).exists():
+            name, n = f"damaged-{later.name[5:]}~{n}", n + 1
+        later.rename(later.with_name(name))
+        print(f"warning: {later} comes after it and is now {name}", file=sys.stderr)
 
 
 def drop_after(out_dir: Path, place: Path) -> None:
     """Delete the checkpoints that come after `place`."""
-    for later in step_folders(out_dir):
-        if int(later.name[5:]) > int(place.name[5:]):
-            shutil.rmtree(later.rename(later.with_name(f".{later.name}")))
+    for later in _after(out_dir, place):
+        _delete(later)
+
+
+def _after(out_dir: Path, place: Path) -> list[Path]:
+    return [later for later in step_folders(out_dir) if int(later.name[5:]) > int(place.name[5:])]
+
+
+def _delete(place: Path) -> None:
+    """Out of sight at once, so that a kill meanwhile leaves litter and not half a checkpoint."""
+    shutil.rmtree(place.rename(place.with_name(f".{place.name}")))
 
 
 def newest_run(root: Path = Path("out")) -> Path:

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+import report
+
 # 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom, as in any printed table
 T_975 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
@@ -178,10 +180,8 @@ def number(x: Any, form: str = ",.0f") -> str:
 
 
 def mebibytes(n: Any) -> str:
-    """A number of bytes, for people."""
-    if not finite(n):
-        return "-"
-    return f"{n / 2**20:,.2f} MiB" if n >= 2**20 else f"{n / 2**10:,.1f} KiB"
+    """A number of bytes, for people; a dash for what is missing."""
+    return report.mebibytes(n) if finite(n) else "-"
 
 
 def ratio(row: dict[str, Any], summary: list[dict[str, Any]], key: str) -> float | None:

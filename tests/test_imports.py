@@ -25,7 +25,7 @@ OURS = {
     "resume": {"checkpoint", "config", "model", "options"},
     "report": {"data", "model", "options"},
     "measure": {"device", "generation", "model"},
-    "comparison": {"config", "model", "options"},
+    "comparison": {"config", "model", "options", "report"},
     "generation": {"model", "data", "device"},
     "quantize": {"model"},
     "evaluation": {"checkpoint", "data", "device", "quantize"},
